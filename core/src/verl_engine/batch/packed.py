@@ -1,0 +1,124 @@
+"""A micro-batch as tensors: sequences laid end to end, never padded, never mixed.
+
+Shape legend: T tokens of the micro-batch, N sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from verl_engine.batch.sequence import Sequence
+from verl_engine.contract.errors import BatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentRun:
+    """Neighbouring sequences of one length: attention can take them as one dense batch, without a copy."""
+
+    start: int
+    """Index of the first token."""
+    num_sequences: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        """Index after the last token."""
+        return self.start + self.num_sequences * self.length
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedBatch:
+    """The sequences of one micro-batch end to end; a value at index t speaks of token t (see `Sequence`)."""
+
+    input_ids: torch.Tensor
+    """[T] int64."""
+    position_ids: torch.Tensor
+    """[T] int64; starts again at 0 with each sequence."""
+    loss_mask: torch.Tensor
+    """[T] bool; False on the first token of each sequence."""
+    fields: dict[str, torch.Tensor]
+    """Further per-token values by name, each [T] float32."""
+    lengths: tuple[int, ...]
+    """Tokens of each sequence, in the order in which they lie here."""
+    order: tuple[int, ...]
+    """``order[i]`` is the index, in the list given, of the i-th sequence here."""
+    loss_positions: torch.Tensor
+    """[number of loss tokens] int64; where ``loss_mask`` is True, found on the host so that no device has to wait."""
+
+    @classmethod
+    def from_sequences(cls, sequences: list[Sequence], device: torch.device | str = "cpu") -> PackedBatch:
+        """Pack sequences, sorted by length so that those of equal length are neighbours.
+
+        An empty list gives one token outside the loss: such a micro-batch adds nothing to the gradient, but still takes
+        part in every collective.
+
+        Raises:
+            BatchError: the sequences do not all have the same fields.
+        """
+        if not sequences:
+            return cls.from_sequences([Sequence(np.zeros(1, np.int64), np.zeros(1, np.bool_))], device)
+        names = set(sequences[0].fields)
+        for index, sequence in enumerate(sequences):
+            if set(sequence.fields) != names:
+                raise BatchError(
+                    f"sequence {index} has fields {sorted(sequence.fields)}, but sequence 0 has {sorted(names)}"
+                )
+        order = tuple(sorted(range(len(sequences)), key=lambda index: len(sequences[index])))
+        laid = [sequences[index] for index in order]
+        lengths = tuple(len(sequence) for sequence in laid)
+        loss_mask = np.concatenate([sequence.loss_mask for sequence in laid])
+        return cls(
+            input_ids=torch.from_numpy(np.concatenate([sequence.token_ids for sequence in laid])).to(device),
+            position_ids=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])).to(device),
+            loss_mask=torch.from_numpy(loss_mask).to(device),
+            fields={
+                name: torch.from_numpy(np.concatenate([sequence.fields[name] for sequence in laid])).to(device)
+                for name in sorted(names)
+            },
+            lengths=lengths,
+            order=order,
+            loss_positions=torch.from_numpy(np.flatnonzero(loss_mask)).to(device),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return sum(self.lengths)
+
+    @property
+    def segment_runs(self) -> tuple[SegmentRun, ...]:
+        """The sequences grouped into runs of equal length, in order."""
+        runs: list[SegmentRun] = []
+        start = 0
+        for length, same in groupby(self.lengths):
+            run = SegmentRun(start, len(list(same)), length)
+            runs.append(run)
+            start = run.stop
+        return tuple(runs)
+
+    def unpack(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Split per-token values into one tensor a sequence, in the order of the list given to `from_sequences`.
+
+        Args:
+            values: [T], any dtype.
+        Returns:
+            N views into `values`, each [L].
+        """
+        parts = values.split(list(self.lengths))
+        result: list[torch.Tensor] = [values] * len(parts)
+        for place, index in enumerate(self.order):
+            result[index] = parts[place]
+        return result
+
+
+def count_loss_tokens(micro_batches: Iterable[Iterable[Sequence]]) -> int:
+    """Count the tokens in the loss over the micro-batches of one rank."""
+    return sum(sequence.num_loss_tokens for sequences in micro_batches for sequence in sequences)

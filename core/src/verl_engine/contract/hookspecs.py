@@ -1,0 +1,77 @@
+"""The hooks: what core asks of an engine backend. A backend's hooks module implements them with ``@hookimpl``.
+
+Each docstring says what the hook does, when and in which process it runs, and how results combine.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from verl_engine.contract.markers import hookspec
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from verl_engine.contract.engine_config import EngineConfig
+    from verl_engine.contract.optimizer_step import OptimizerStep
+    from verl_engine.engine.base import Engine
+
+
+@hookspec
+def engine_prepare_process(config: EngineConfig) -> None:
+    """Make the process ready: environment variables and monkey patches belong here, and nowhere else.
+
+    When and where: first in every worker process, before the backend's framework is imported. Optional.
+
+    Args:
+        config: the validated ``engine`` section.
+    """
+
+
+@hookspec(firstresult=True)
+def engine_create(config: EngineConfig, model_folder: Path, role: str) -> Engine:  # type: ignore[empty-body]
+    """Build the model, its optimizer and schedule on this rank.
+
+    When and where: once a role in each worker process, after the process group is up. Required.
+
+    Args:
+        config: the validated ``engine`` section.
+        model_folder: a Hugging Face model folder (config.json, safetensors).
+        role: what the engine is for, such as ``actor``; for messages.
+    Returns:
+        The engine, weights loaded, gradients zero.
+    Raises:
+        ModelError: the folder does not hold a model that this backend can run.
+    Collectives: any; every rank calls it.
+    """
+
+
+@hookspec(firstresult=True)
+def engine_gradient_sync(engine: Engine, is_last_micro_batch: bool) -> AbstractContextManager[None]:  # type: ignore[empty-body]
+    """Decide whether this micro-batch's backward reduces gradients over the data-parallel ranks.
+
+    When and where: the context encloses the forward AND the backward of one micro-batch. Required.
+
+    Args:
+        engine: what ``engine_create`` returned.
+        is_last_micro_batch: True for the last micro-batch of an optimizer step. After it the gradients must be
+            reduced and complete.
+    Returns:
+        A fresh context manager. An exception inside it must leave nothing switched off.
+    """
+
+
+@hookspec(firstresult=True)
+def engine_optimizer_step(engine: Engine) -> OptimizerStep:  # type: ignore[empty-body]
+    """Clip the accumulated gradient, step the optimizer and the schedule, zero the gradient.
+
+    When and where: after the last micro-batch. Required. If the norm is not finite on any rank, every rank skips:
+    weights, optimizer state and schedule stay as they were, and ``applied`` is False.
+
+    Args:
+        engine: what ``engine_create`` returned.
+    Returns:
+        What the step did; equal on every rank.
+    Collectives: all-reduces of the squared norm.
+    """

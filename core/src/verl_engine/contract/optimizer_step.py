@@ -1,0 +1,15 @@
+"""What one optimizer step did."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStep:
+    """Result of ``engine_optimizer_step``; equal on every rank."""
+
+    grad_norm: float
+    """L2 norm over all parameters and ranks before clipping; ``inf`` or ``nan`` if not finite."""
+    applied: bool
+    """False when the gradient was not finite: weights, optimizer and schedule stayed as they were."""
+    learning_rate: float
+    """The rate this step used, or would have used."""

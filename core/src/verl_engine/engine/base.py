@@ -1,0 +1,134 @@
+"""The Engine base class: what a backend implements besides its hooks.
+
+Shape legend: T tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    import torch.distributed as dist
+
+    from verl_engine.batch.packed import PackedBatch
+    from verl_engine.contract.engine_config import EngineConfig
+    from verl_engine.engine.device import Device
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """What the model says of each token."""
+
+    log_probs: torch.Tensor
+    """[T] float32, nats: of token t given those before it, under softmax(logits / temperature); 0 outside the loss."""
+
+
+class LossFn(Protocol):
+    """A loss; picklable, since it travels to the ranks."""
+
+    def __call__(self, output: TokenOutput, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Compute the loss of one micro-batch.
+
+        Returns:
+            The SUM over the micro-batch's loss tokens (scalar float32, with gradient through ``output``), and metrics by
+            name, each a SUM over the same tokens (scalars, no gradient). Core divides all of them by the number of
+            loss tokens of the whole global batch.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallel:
+    """This rank's place among those that hold different data."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None
+    """None only where there is a single rank and no process group."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpec:
+    """Name, shape and dtype of one exported weight."""
+
+    name: str
+    """In Hugging Face's naming."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Engine(ABC):
+    """One rank's model with its optimizer and schedule."""
+
+    config: EngineConfig
+    device: Device
+    data_parallel: DataParallel
+    gradient_divisor: int
+    """By what the backend's own gradient reduction divides the sum over ranks: the data-parallel size where it
+    averages, 1 where it sums. The core multiplies it back, so that no rank count changes the gradient."""
+
+    @abstractmethod
+    def forward(self, batch: PackedBatch, temperature: float) -> TokenOutput:
+        """Run the model on one micro-batch.
+
+        Collectives: those of the model's parallelism; so each rank must run the same number of forwards.
+        """
+
+    @abstractmethod
+    def zero_grad(self) -> None:
+        """Forget all gradients, those held back by an unfinished accumulation too."""
+
+    @abstractmethod
+    def set_training(self, training: bool) -> None:  # noqa: FBT001
+        """Switch between train and eval mode (dropout and the like)."""
+
+    @abstractmethod
+    def weight_specs(self) -> list[WeightSpec]:
+        """List what `full_weights` exports, in its order; tied weights once. No collectives."""
+
+    @abstractmethod
+    def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield whole weights one by one, detached; each is valid until the next is taken.
+
+        Collectives: an all-gather a weight; every rank takes all of them, with the same names.
+        """
+
+    @abstractmethod
+    def save_pretrained(self, folder: Path) -> None:
+        """Write config and weights as a Hugging Face folder (safetensors); the first rank writes.
+
+        Collectives: as `full_weights`.
+        """
+
+    def forward_backward(
+        self,
+        micro_batches: Sequence[PackedBatch],
+        loss_fn: LossFn,
+        loss_scale: float,
+        temperature: float,
+        gradient_sync: Callable[[bool], AbstractContextManager[None]],
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Accumulate the gradient of ``loss_scale`` times the summed loss over all micro-batches.
+
+        A backend whose schedule interleaves micro-batches overrides it, and still enters `gradient_sync` around each.
+
+        Returns:
+            The summed, unscaled loss and the summed metrics of this rank, without gradient.
+        """
+        total = torch.zeros((), device=self.device.torch_device)
+        sums: dict[str, torch.Tensor] = {}
+        for index, batch in enumerate(micro_batches):
+            with gradient_sync(index == len(micro_batches) - 1):
+                loss, metrics = loss_fn(self.forward(batch, temperature), batch)
+                (loss * loss_scale).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+            for name, value in metrics.items():
+                sums[name] = sums.get(name, torch.zeros_like(total)) + value.detach()
+        return total, sums

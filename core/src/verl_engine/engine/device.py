@@ -1,0 +1,76 @@
+"""The accelerator of this process: the one place that knows CPU, CUDA and Ascend NPU apart."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from verl_engine.contract.errors import ConfigError
+
+_COLLECTIVES: Final = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device of one kind, such as ``cuda:3``; the CPU has index 0."""
+
+    kind: str
+    index: int = 0
+
+    @classmethod
+    def resolve(cls, kind: str, index: int = 0) -> Device:
+        """Choose the device of a rank.
+
+        Args:
+            kind: ``cpu``, ``cuda``, ``npu``, or ``auto`` for an accelerator where there is one, else the CPU.
+            index: which of them; wraps around the number visible to this process, and is 0 for the CPU.
+        Raises:
+            ConfigError: no such device is available here.
+        """
+        if kind == "auto":
+            kind = next((name for name in ("npu", "cuda") if _is_available(name)), "cpu")
+        if kind == "cpu":
+            return cls("cpu")
+        if kind not in _COLLECTIVES:
+            raise ConfigError(f"device={kind!r} is not known; use auto, {', '.join(_COLLECTIVES)}")
+        if not _is_available(kind):
+            raise ConfigError(f"device={kind!r} is not available on this machine; use auto or cpu")
+        return cls(kind, index % _module(kind).device_count())
+
+    @property
+    def torch_device(self) -> torch.device:
+        """What tensors are created on."""
+        return torch.device("cpu") if self.kind == "cpu" else torch.device(self.kind, self.index)
+
+    @property
+    def collectives(self) -> str:
+        """Name of the torch.distributed backend: gloo, nccl or hccl."""
+        return _COLLECTIVES[self.kind]
+
+    def activate(self) -> None:
+        """Make it the process's current device."""
+        if self.kind != "cpu":
+            _module(self.kind).set_device(self.index)
+
+    def synchronize(self) -> None:
+        """Wait until all queued work is done."""
+        if self.kind != "cpu":
+            _module(self.kind).synchronize(self.index)
+
+
+def _module(kind: str) -> Any:
+    """``torch.cuda`` or ``torch.npu``."""
+    return torch.get_device_module(kind)
+
+
+def _is_available(kind: str) -> bool:
+    """Whether this process sees at least one device of a kind."""
+    if kind == "npu":
+        # torch.npu exists only after torch_npu was imported, and torch_npu only where it is installed.
+        if importlib.util.find_spec("torch_npu") is None:
+            return False
+        importlib.import_module("torch_npu")
+    return bool(_module(kind).is_available())

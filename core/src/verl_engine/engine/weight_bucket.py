@@ -1,0 +1,138 @@
+"""Weights as flat byte buckets: how they leave the trainer and enter whoever generates.
+
+A bucket is a run of whole tensors at aligned offsets in one flat buffer. The plan follows from names, shapes and dtypes
+alone, so every rank and every reader computes or receives the same one, and memory is bounded by the bucket's size.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+
+from verl_engine.contract.errors import WeightsError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import numpy.typing as npt
+
+    from verl_engine.engine.base import Engine, WeightSpec
+
+_ALIGNMENT: Final = 64
+"""Bytes; a cache line, and a multiple of every dtype's size."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketEntry:
+    """Where one tensor lies in a bucket."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """Torch's name without the prefix, such as ``bfloat16``."""
+    offset: int
+    """Bytes from the bucket's start."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor."""
+        return prod(self.shape) * _dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class WeightBucket:
+    """One bucket of a plan."""
+
+    entries: tuple[BucketEntry, ...]
+    num_bytes: int
+
+
+def plan_buckets(specs: Sequence[WeightSpec], bucket_bytes: int, dtype: torch.dtype | None = None) -> list[WeightBucket]:
+    """Lay weights into buckets in order.
+
+    Args:
+        specs: what the engine exports.
+        bucket_bytes: size of a bucket; a larger single tensor gets a bucket of its own size.
+        dtype: floating-point weights are cast to it on the way; by default they keep their own.
+    """
+    plan: list[WeightBucket] = []
+    entries: list[BucketEntry] = []
+    end = 0
+    for spec in specs:
+        kept = spec.dtype if dtype is None or not spec.dtype.is_floating_point else dtype
+        entry = BucketEntry(spec.name, spec.shape, str(kept).removeprefix("torch."), end)
+        if entries and end + entry.num_bytes > bucket_bytes:
+            plan.append(WeightBucket(tuple(entries), end))
+            entries, end = [], 0
+            entry = BucketEntry(entry.name, entry.shape, entry.dtype, 0)
+        entries.append(entry)
+        end += -(-entry.num_bytes // _ALIGNMENT) * _ALIGNMENT
+    if entries:
+        plan.append(WeightBucket(tuple(entries), end))
+    return plan
+
+
+def write_bucket(engine: Engine, bucket: WeightBucket, buffer: npt.NDArray[np.uint8] | None) -> int:
+    """Gather a bucket's weights and, where a buffer is given, lay them into it.
+
+    Args:
+        engine: every rank calls this with the same bucket.
+        bucket: one of the plan.
+        buffer: at least ``bucket.num_bytes`` bytes; None on ranks that only take part in the gathering.
+    Returns:
+        CRC-32 of the bucket's bytes; 0 without a buffer.
+    Collectives: those of `Engine.full_weights`.
+    """
+    if buffer is None:
+        for _ in engine.full_weights([entry.name for entry in bucket.entries]):
+            pass
+        return 0
+    flat = torch.from_numpy(buffer)
+    for entry, (_, tensor) in zip(
+        bucket.entries, engine.full_weights([entry.name for entry in bucket.entries]), strict=True
+    ):
+        _view(flat, entry).copy_(tensor)
+    for entry, start in zip(bucket.entries, [*(entry.offset for entry in bucket.entries[1:]), bucket.num_bytes], strict=True):
+        buffer[entry.offset + entry.num_bytes : start] = 0
+    return zlib.crc32(memoryview(buffer[: bucket.num_bytes]))
+
+
+def read_bucket(buffer: npt.NDArray[np.uint8], bucket: WeightBucket, checksum: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Check a bucket's bytes, then yield its tensors as views into the buffer.
+
+    Raises:
+        WeightsError: the bytes are too few, or not those that were written.
+    """
+    if len(buffer) < bucket.num_bytes:
+        raise WeightsError(f"a weight bucket of {bucket.num_bytes} bytes arrived with only {len(buffer)}")
+    found = zlib.crc32(memoryview(buffer[: bucket.num_bytes]))
+    if found != checksum:
+        names = f"{bucket.entries[0].name} … {bucket.entries[-1].name}"
+        raise WeightsError(f"weight bucket {names} arrived with checksum {found:#010x}, but {checksum:#010x} was written")
+    flat = torch.from_numpy(buffer)
+    for entry in bucket.entries:
+        yield entry.name, _view(flat, entry)
+
+
+def combine_checksums(checksums: Sequence[int]) -> int:
+    """Return one CRC-32 for a whole set of weights from those of its buckets, in order."""
+    *_, combined = accumulate(checksums, lambda crc, part: zlib.crc32(part.to_bytes(4, "little"), crc), initial=0)
+    return combined
+
+
+def _view(flat: torch.Tensor, entry: BucketEntry) -> torch.Tensor:
+    """Return the part of a flat uint8 buffer that an entry describes, as a tensor of its shape and dtype."""
+    return flat[entry.offset : entry.offset + entry.num_bytes].view(_dtype(entry.dtype)).view(entry.shape)
+
+
+def _dtype(name: str) -> torch.dtype:
+    """Return the torch dtype of a name such as ``bfloat16``."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

@@ -1,0 +1,135 @@
+"""One rank's engine behind plain methods: what any launcher (Ray, torchrun, a test) drives.
+
+Arguments and results are plain Python and numpy, so they travel anywhere.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from verl_engine.batch.packed import PackedBatch
+from verl_engine.contract.errors import TrainingDivergedError
+from verl_engine.engine.device import Device
+from verl_engine.engine.train_step import StepReport, train_step
+from verl_engine.engine.weight_bucket import WeightBucket, plan_buckets, write_bucket
+from verl_engine.host.backend_host import BackendHost
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as SequenceOf
+    from pathlib import Path
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from verl_engine.batch.sequence import Sequence
+    from verl_engine.contract.engine_config import EngineConfig
+    from verl_engine.engine.base import Engine, LossFn
+
+
+class EngineWorker:
+    """Call `prepare`, then `create`, then the rest; every rank of the world makes the same calls in the same order."""
+
+    def __init__(self, config: EngineConfig, model_folder: Path, rank: int = 0, world_size: int = 1) -> None:
+        """Remember what to do; nothing is imported or started yet."""
+        self._config = config
+        self._model_folder = model_folder
+        self._rank = rank
+        self._world_size = world_size
+        self._host = BackendHost.load(config.backend)
+        self._engine: Engine | None = None
+        self._skipped_in_a_row = 0
+
+    def prepare(self, init_method: str, timeout_s: float = 600.0) -> None:
+        """Make the process ready, then join the process group.
+
+        Args:
+            init_method: of torch.distributed, such as ``tcp://10.0.0.1:29500`` or ``file:///tmp/store``.
+            timeout_s: for joining, and for each collective later.
+        """
+        self._host.prepare_process(self._config)
+        torch.set_num_threads(self._config.num_threads)
+        device = Device.resolve(self._config.device, int(os.environ.get("LOCAL_RANK", self._rank)))
+        device.activate()
+        torch.manual_seed(self._config.seed + self._rank)
+        dist.init_process_group(
+            device.collectives,
+            init_method=init_method,
+            rank=self._rank,
+            world_size=self._world_size,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+
+    def create(self, role: str = "actor") -> None:
+        """Build the engine from the model folder."""
+        self._engine = self._host.create(self._config, self._model_folder, role)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, after `create`."""
+        if self._engine is None:
+            raise RuntimeError("EngineWorker.create() has not been called on this rank")
+        return self._engine
+
+    def train_batch(
+        self, micro_batches: SequenceOf[list[Sequence]], loss_fn: LossFn, temperature: float = 1.0
+    ) -> StepReport:
+        """Make one optimizer step over this rank's micro-batches; see `train_step`.
+
+        Raises:
+            TrainingDivergedError: ``max_skipped_steps`` steps in a row had a gradient that is not finite.
+        """
+        device = self.engine.device.torch_device
+        packed = [PackedBatch.from_sequences(sequences, device) for sequences in micro_batches]
+        report = train_step(self._host, self.engine, packed, loss_fn, temperature)
+        self._skipped_in_a_row = 0 if report.optimizer.applied else self._skipped_in_a_row + 1
+        if self._skipped_in_a_row >= self._config.max_skipped_steps:
+            raise TrainingDivergedError(
+                f"the gradient was not finite (norm {report.optimizer.grad_norm}) in {self._skipped_in_a_row} optimizer steps "
+                f"in a row (engine.max_skipped_steps); weights are those before them. Lower engine.learning_rate="
+                f"{self._config.learning_rate}, or look at the rewards and log-probs of the last batches"
+            )
+        return report
+
+    def infer_batch(
+        self, micro_batches: SequenceOf[list[Sequence]], temperature: float = 1.0
+    ) -> list[list[npt.NDArray[np.float32]]]:
+        """Compute log-probs in eval mode, without gradient.
+
+        Args:
+            micro_batches: this rank's; every rank brings the same number.
+            temperature: divides the logits before the softmax.
+        Returns:
+            For each micro-batch and sequence, in the order given, [L] float32 in nats; 0 outside the loss mask.
+        """
+        engine = self.engine
+        engine.set_training(False)
+        results = []
+        with torch.no_grad():
+            for sequences in micro_batches:
+                batch = PackedBatch.from_sequences(sequences, engine.device.torch_device)
+                log_probs = engine.forward(batch, temperature).log_probs.cpu()
+                results.append([part.numpy().copy() for part in batch.unpack(log_probs)][: len(sequences)])
+        return results
+
+    def plan_weight_buckets(self, bucket_bytes: int, dtype: str | None = None) -> list[WeightBucket]:
+        """Plan the export of all weights; the same on every rank. See `plan_buckets`."""
+        return plan_buckets(self.engine.weight_specs(), bucket_bytes, getattr(torch, dtype) if dtype else None)
+
+    def write_weight_bucket(self, bucket: WeightBucket, buffer: npt.NDArray[np.uint8] | None) -> int:
+        """Gather one bucket; see `write_bucket`. Ranks without a buffer only take part."""
+        return write_bucket(self.engine, bucket, buffer)
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write a Hugging Face folder; every rank calls it, the first writes."""
+        self.engine.save_pretrained(folder)
+
+    def close(self) -> None:
+        """Leave the process group. Harmless when called twice."""
+        self._engine = None
+        if dist.is_initialized():
+            dist.destroy_process_group()

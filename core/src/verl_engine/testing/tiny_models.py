@@ -1,0 +1,42 @@
+"""Small Hugging Face model folders with random weights, for tests on a CPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import transformers
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def write_tiny_model(folder: Path, *, tied: bool = False, seed: int = 0, vocab_size: int = 32) -> Path:
+    """Write a two-layer Qwen3 model without a tokenizer.
+
+    Args:
+        folder: created.
+        tied: whether the output layer shares the embedding's weights.
+        seed: of the random weights.
+        vocab_size: number of tokens.
+    Returns:
+        `folder`.
+    """
+    config = transformers.Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder

@@ -1,0 +1,1 @@
+"""PyTorch FSDP engine backends."""

@@ -1,0 +1,48 @@
+"""What the fsdp2 backend says of itself, and its hooks. Torch is imported inside them only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from verl_engine.contract.backend import BackendSpec, Capabilities
+from verl_engine.contract.markers import hookimpl
+from verl_fsdp.config import Fsdp2Config
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from verl_engine.contract.optimizer_step import OptimizerStep
+    from verl_fsdp.engine import Fsdp2Engine
+
+SPEC = BackendSpec(
+    name="fsdp2",
+    config_class=Fsdp2Config,
+    devices=("cpu", "cuda", "npu"),
+    capabilities=Capabilities(packed_batches=True, multi_rank=True, bf16=True),
+    plugin_api_version=1,
+)
+
+
+@hookimpl
+def engine_create(config: Fsdp2Config, model_folder: Path, role: str) -> Fsdp2Engine:
+    """Load a Hugging Face causal LM and shard it."""
+    from verl_fsdp.engine import Fsdp2Engine
+
+    return Fsdp2Engine(config, model_folder, role)
+
+
+@hookimpl
+def engine_gradient_sync(engine: Fsdp2Engine, is_last_micro_batch: bool) -> AbstractContextManager[None]:
+    """Hold gradients back until the last micro-batch, unless ``gradient_sync`` says otherwise."""
+    from verl_fsdp.gradients import gradient_sync
+
+    return gradient_sync(
+        engine.model, reduce=is_last_micro_batch or engine.config.gradient_sync == "every_micro_batch"
+    )
+
+
+@hookimpl
+def engine_optimizer_step(engine: Fsdp2Engine) -> OptimizerStep:
+    """Clip, and step or skip on all ranks alike."""
+    return engine.optimizer_step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -43,23 +44,24 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ConfigError(f"config file {file} {'is a folder' if file.is_dir() else 'does not exist'}{_similar(file)}")
     try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {file} cannot be read as UTF-8 text: {error}") from error
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        if not isinstance(root, yaml.MappingNode | None):
+            kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
+            raise ConfigError(
+                f"{file}: the top level is {kind}, but must be a mapping of sections (`model:`, `engine:` …)"
+            )
         # OmegaConf's loader, unlike plain PyYAML, refuses a key given twice and reads 1e-4 as a number.
-        loaded = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+        loaded = OmegaConf.to_container(OmegaConf.load(StringIO(text)), resolve=False)
     except yaml.MarkedYAMLError as error:
         raise ConfigError(f"{_place(file, error)}: not valid YAML: {_yaml_problem(error)}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: not a UTF-8 text file ({error})") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}: not valid YAML: {error}") from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{file}: {_first_line(error)}") from error
-    except OSError as error:
-        if error.errno is not None:  # a real one: permissions, a broken disk
-            raise ConfigError(f"config file {file} cannot be read: {error.strerror}") from error
-        loaded = None  # OmegaConf's way to say that the top level is a single value
-    if not isinstance(loaded, dict):
-        kind = "a list" if isinstance(loaded, list) else "a single value"
-        raise ConfigError(f"{file}: the top level is {kind}, but must be a mapping of sections (`model:`, `engine:` …)")
     return cast("dict[str, Any]", loaded)
 
 

@@ -135,7 +135,7 @@ def _meaning(place: _Place) -> str:
 def _describe_unknown_key(place: _Place) -> str:
     name = place.path.rpartition(".")[2]
     known = [key for owner in place.owners for key in owner.model_fields]
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, known, n=1)
     if close:
         return f"is not a known key; did you mean {place.section}{'.' if place.section else ''}{close[0]}?"
     return f"is not a known key{_keys(place.owners)}"

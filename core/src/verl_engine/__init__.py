@@ -1,0 +1,124 @@
+"""Training engines for language models, chosen by name: the contract, the drivers and the command.
+
+Names are imported when they are first used, so ``import verl_engine`` is quick and pulls no torch in.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False  # type checkers take it as True, like typing's, whose import would take most of the time here
+if TYPE_CHECKING:
+    from verl_engine.batch.packed import PackedBatch
+    from verl_engine.batch.sequence import Sequence
+    from verl_engine.contract.backend import BackendSpec, Capabilities
+    from verl_engine.contract.config_file import read_config, validate
+    from verl_engine.contract.engine_config import EngineConfig
+    from verl_engine.contract.errors import (
+        BatchError,
+        ConfigError,
+        DuplicatePluginError,
+        EngineError,
+        HookError,
+        ModelError,
+        PluginApiVersionError,
+        PluginError,
+        PluginImportError,
+        StuckError,
+        TrainingDivergedError,
+        UnknownPluginError,
+        WeightsError,
+    )
+    from verl_engine.contract.markers import hookimpl
+    from verl_engine.contract.names import PLUGIN_API_VERSION
+    from verl_engine.contract.optimizer_step import OptimizerStep
+    from verl_engine.contract.strict_model import StrictModel
+    from verl_engine.engine.base import Engine, TokenOutput
+    from verl_engine.engine.worker import EngineWorker
+    from verl_engine.host.backend_host import BackendHost
+    from verl_engine.host.engine_section import validate_engine_section
+    from verl_engine.host.loading import load_plugin
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "batch.packed": ["PackedBatch"],
+    "batch.sequence": ["Sequence"],
+    "contract.backend": ["BackendSpec", "Capabilities"],
+    "contract.config_file": ["read_config", "validate"],
+    "contract.engine_config": ["EngineConfig"],
+    "contract.errors": [
+        "BatchError",
+        "ConfigError",
+        "DuplicatePluginError",
+        "EngineError",
+        "HookError",
+        "ModelError",
+        "PluginApiVersionError",
+        "PluginError",
+        "PluginImportError",
+        "StuckError",
+        "TrainingDivergedError",
+        "UnknownPluginError",
+        "WeightsError",
+    ],
+    "contract.markers": ["hookimpl"],
+    "contract.names": ["PLUGIN_API_VERSION"],
+    "contract.optimizer_step": ["OptimizerStep"],
+    "contract.strict_model": ["StrictModel"],
+    "engine.base": ["Engine", "TokenOutput"],
+    "engine.worker": ["EngineWorker"],
+    "host.backend_host": ["BackendHost"],
+    "host.engine_section": ["validate_engine_section"],
+    "host.loading": ["load_plugin"],
+}
+"""Where each public name lives."""
+
+__all__ = [
+    "PLUGIN_API_VERSION",
+    "BackendHost",
+    "BackendSpec",
+    "BatchError",
+    "Capabilities",
+    "ConfigError",
+    "DuplicatePluginError",
+    "Engine",
+    "EngineConfig",
+    "EngineError",
+    "EngineWorker",
+    "HookError",
+    "ModelError",
+    "OptimizerStep",
+    "PackedBatch",
+    "PluginApiVersionError",
+    "PluginError",
+    "PluginImportError",
+    "Sequence",
+    "StrictModel",
+    "StuckError",
+    "TokenOutput",
+    "TrainingDivergedError",
+    "UnknownPluginError",
+    "WeightsError",
+    "__version__",
+    "hookimpl",
+    "load_plugin",
+    "read_config",
+    "validate",
+    "validate_engine_section",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name at its first use."""
+    import importlib  # not before it is needed
+
+    for module, names in _HOMES.items():
+        if name in names:
+            found: object = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+            globals()[name] = found  # from now on without this function
+            return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List the public names, for completion."""
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,68 @@
+"""What ``verl-engine --help`` prints: what can be done, and how to start."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from verl_engine.contract.names import BACKENDS_GROUP, COMMANDS_GROUP
+from verl_engine.host.catalog import list_plugins, pip_install
+
+OPTIONS = {
+    "--help, -h": "Show this.",
+    "--version, -V": "Show the version of verl-engine-core.",
+    "--debug": "Show the whole traceback of an error; so does VERL_ENGINE_DEBUG=1.",
+}
+
+
+def print_overview() -> None:
+    """Print usage, commands, options and the first steps."""
+    Console(highlight=False).print(
+        Group(
+            Text.assemble("\n ", ("Usage: ", "bold yellow"), ("verl-engine [OPTIONS] COMMAND [ARGUMENTS]", "bold")),
+            Padding("Post-train language models with an engine that you choose by name.", 1),
+            _panel("Commands", _commands()),
+            _panel("Options", _table(OPTIONS)),
+            _panel("Start here", _first_steps()),
+        )
+    )
+
+
+def _panel(title: str, content: RenderableType) -> Panel:
+    return Panel(content, title=title, title_align="left", border_style="dim", padding=(0, 1))
+
+
+def _table(rows: dict[str, str]) -> Table:
+    table = Table(box=box.SIMPLE, show_header=False, show_edge=False, pad_edge=False)
+    table.add_column(style="bold cyan", no_wrap=True)
+    table.add_column()
+    for name, meaning in rows.items():
+        table.add_row(Text(name), Text(meaning))
+    return table
+
+
+def _commands() -> Table:
+    rows = {"backends": "List the installed engine backends, and what they lack."}
+    entries = list_plugins(COMMANDS_GROUP)
+    for distribution in dict.fromkeys(entry.distribution for entry in entries):
+        own = [entry for entry in entries if entry.distribution == distribution]
+        about = f"{own[0].summary} ({distribution} {own[0].version})".strip()
+        rows[", ".join(entry.name for entry in own)] = f"{about} To mend: {own[0].mend}" if own[0].mend else about
+    if not entries:
+        rows["train, sft"] = f"Not installed yet: {pip_install('verl-async')}"
+    return _table(rows)
+
+
+def _first_steps() -> Text:
+    steps = {}
+    if not list_plugins(BACKENDS_GROUP):
+        steps[pip_install("verl-fsdp")] = "install an engine"
+    steps["verl-engine backends"] = "see which engines are ready"
+    steps["verl-engine train --help"] = "what a command takes"
+    steps["verl-engine train RECIPE.yaml --output DIR --dry-run"] = "check a whole job without starting it"
+    steps["verl-engine train RECIPE.yaml engine.learning_rate=1e-4 --output DIR"] = "run it, with a field overridden"
+    return Text("\n").join(Text.assemble((f"# {why}\n", "dim"), (step, "bold cyan")) for step, why in steps.items())

@@ -1,0 +1,128 @@
+"""Which requirements of a distribution are not met.
+
+The ``packaging`` library decides; but importing it takes longer than all the rest of `verl-engine backends`, so plain
+requirements such as ``torch>=2.5,<3`` are compared here.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from verl_engine.host.distributions import normalize_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from verl_engine.host.distributions import Distribution
+
+_PLAIN = re.compile(
+    r"(?P<name>[A-Za-z0-9][\w.-]*)\s*(?:\[(?P<extras>[\w\s,.-]*)\])?\s*\(?(?P<specifiers>(?:[<>=!]=?\s*[\d.]+(?:\s*,\s*)?)*)\)?"
+)
+_EXTRA = re.compile(r"""extra\s*==\s*["']([^"']*)["']""")
+_CLAUSE = re.compile(r"([<>]=?|[=!]=)([\d.]+)")
+_RELEASE = re.compile(r"\d+(?:\.\d+)*(?=\+|$)")
+
+
+def missing_requirements(
+    requirements: Iterable[str], installed: Mapping[str, Distribution], extra: str = ""
+) -> tuple[str, ...]:
+    """Find the requirements that no installed distribution meets.
+
+    Args:
+        requirements: as in ``Requires-Dist``, such as ``torch>=2.5; python_version >= "3.10"``.
+        installed: by normalised name.
+        extra: the extra that was asked for, if any; requirements of other extras are left out.
+    Returns:
+        Those not met, as pip takes them. What an installed requirement needs for its extras, such as the ``engine`` of
+        ``verl-engine-core[engine]``, is among them.
+    """
+    missing: list[str] = []
+    for requirement in requirements:
+        specification, _, marker = (part.strip() for part in requirement.partition(";"))
+        if not _applies(marker, extra):
+            continue
+        if _is_met(specification, installed):
+            missing += _missing_for_extras(specification, installed)
+        else:
+            missing.append(re.sub(r"\s+|[()]", "", specification) if "@" not in specification else specification)
+    return tuple(dict.fromkeys(missing))
+
+
+def _missing_for_extras(specification: str, installed: Mapping[str, Distribution]) -> list[str]:
+    plain = _PLAIN.fullmatch(specification)
+    if plain is None or not plain["extras"]:
+        return []
+    headers = installed[normalize_name(plain["name"])].read_headers()
+    requirements = [text for field, text in headers if field == "requires-dist"]
+    # Only requirements of the extra itself: what the distribution always needs is its own affair.
+    return [
+        missing
+        for extra in plain["extras"].split(",")
+        for missing in missing_requirements(
+            (text for text in requirements if "extra" in text.partition(";")[2]), installed, extra.strip()
+        )
+    ]
+
+
+def _applies(marker: str, extra: str) -> bool:
+    """Whether a requirement holds on this Python and platform, for this extra."""
+    plain = _EXTRA.fullmatch(marker)
+    if not marker or plain is not None:
+        return plain is None or (bool(extra) and normalize_name(plain[1]) == normalize_name(extra))
+    from packaging.markers import InvalidMarker, Marker  # slow to import and seldom needed
+
+    try:
+        return Marker(marker).evaluate({"extra": extra})
+    except InvalidMarker:  # a broken plugin must not disturb the listing of others
+        return True
+
+
+def _is_met(specification: str, installed: Mapping[str, Distribution]) -> bool:
+    plain = _PLAIN.fullmatch(specification)
+    if plain is None:
+        return _is_met_by_packaging(specification, installed)
+    found = installed.get(normalize_name(plain["name"]))
+    if found is None:
+        return False
+    clauses = _CLAUSE.findall(plain["specifiers"].replace(" ", ""))
+    release = _RELEASE.match(found.version)
+    if release is None:  # a pre-release, say: how those compare is packaging's affair
+        return not clauses or _is_met_by_packaging(specification, installed)
+    return all(_compare(_numbers(release[0]), operator, _numbers(bound)) for operator, bound in clauses)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    numbers = [int(part) for part in version.split(".") if part]
+    while len(numbers) > 1 and numbers[-1] == 0:  # 2.0 is 2
+        numbers.pop()
+    return tuple(numbers)
+
+
+def _compare(have: tuple[int, ...], operator: str, bound: tuple[int, ...]) -> bool:
+    match operator:
+        case ">=":
+            return have >= bound
+        case "<=":
+            return have <= bound
+        case ">":
+            return have > bound
+        case "<":
+            return have < bound
+        case "==":
+            return have == bound
+        case _:
+            return have != bound
+
+
+def _is_met_by_packaging(specification: str, installed: Mapping[str, Distribution]) -> bool:
+    from packaging.requirements import InvalidRequirement, Requirement  # slow, seldom needed
+
+    try:
+        requirement = Requirement(specification)
+    except InvalidRequirement:
+        return True  # broken metadata: importing the plugin will tell
+    found = installed.get(normalize_name(requirement.name))
+    if found is None:
+        return False
+    return requirement.url is not None or requirement.specifier.contains(found.version, prereleases=True)

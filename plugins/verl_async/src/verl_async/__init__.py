@@ -1,0 +1,1 @@
+"""Fully-async RL training on top of the engine contract."""

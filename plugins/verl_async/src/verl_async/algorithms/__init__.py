@@ -1,0 +1,1 @@
+"""Floor 1: advantages and losses, as pure functions."""

@@ -1,0 +1,120 @@
+"""What the loops ask of the trainer and of a rollout worker, wherever those run."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from verl_async.rollout.interface import Generation, GenerationRequest
+    from verl_engine.batch.sequence import Sequence
+    from verl_engine.engine.base import LossFn
+    from verl_engine.engine.train_step import StepReport
+    from verl_engine.engine.weight_bucket import WeightBucket
+
+RankBatches = list[list[list["Sequence"]]]
+"""``batches[rank][micro_batch]``: the sequences of one micro-batch of one trainer rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketDelivery:
+    """A weight bucket on its way."""
+
+    bucket: WeightBucket
+    payload: Any
+    """Where its bytes are; only the transport that made it looks inside."""
+    checksum: int
+
+
+class Trainer(Protocol):
+    """All trainer ranks as one."""
+
+    num_ranks: int
+
+    async def train_batch(self, batches: RankBatches, loss_fn: LossFn, temperature: float) -> StepReport:
+        """Make one optimizer step over a global batch."""
+
+    async def infer_batch(self, batches: RankBatches, temperature: float) -> list[list[list[npt.NDArray[np.float32]]]]:
+        """Compute log-probs with the weights as they are, in the shape of `batches`."""
+
+    async def plan_weight_buckets(self, bucket_bytes: int, dtype: str) -> list[WeightBucket]:
+        """Divide the weights into buckets."""
+
+    async def write_weight_bucket(self, index: int, slot: int) -> BucketDelivery:
+        """Gather a bucket of the last plan into one of two slots; what the slot held before is gone."""
+
+    async def save_pretrained(self, folder: Path) -> None:
+        """Write the weights as a Hugging Face folder."""
+
+
+class RolloutClient(Protocol):
+    """One rollout worker."""
+
+    name: str
+    """``rollouter-0``, …"""
+
+    async def generate(self, requests: list[GenerationRequest]) -> list[Generation]:
+        """Generate; see `RolloutEngine.generate`."""
+
+    async def interrupt(self) -> None:
+        """Make a running `generate` return after its current token."""
+
+    async def load_bucket(self, delivery: BucketDelivery) -> None:
+        """Check a bucket and copy it into the model."""
+
+    async def commit_weights(self, version: int) -> int:
+        """Put the loaded weights in force.
+
+        Returns:
+            The combined checksum of the buckets it loaded since the last commit, in order.
+        """
+
+
+@dataclass(slots=True)
+class RolloutWorker:
+    """A rollout worker, and who may use it: one `generate` at a time, and none during a weight sync."""
+
+    client: RolloutClient
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def name(self) -> str:
+        """``rollouter-0``, …"""
+        return self.client.name
+
+    @asynccontextmanager
+    async def using(self) -> AsyncIterator[RolloutClient]:
+        """Use the worker alone, after those who asked earlier."""
+        async with self._lock:
+            yield self.client
+
+    @asynccontextmanager
+    async def paused(self, *, interrupt: bool) -> AsyncIterator[RolloutClient]:
+        """Use the worker alone while generation rests.
+
+        Args:
+            interrupt: stop a running `generate` between two tokens; else wait for its end.
+        """
+        entering = asyncio.ensure_future(self._lock.acquire())
+        try:
+            while not entering.done():
+                if interrupt:
+                    # Again and again: a generate that was just being sent off would not have heard the first call.
+                    await self.client.interrupt()
+                await asyncio.wait({entering}, timeout=0.05)
+        except BaseException:
+            if not entering.cancel() and not entering.cancelled():
+                self._lock.release()
+            raise
+        try:
+            yield self.client
+        finally:
+            self._lock.release()

@@ -1,0 +1,147 @@
+"""Putting a job's loops together around a trainer and rollout workers, wherever those run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from verl_async.asynchrony.actors import RolloutWorker
+from verl_async.asynchrony.async_training import AsyncTraining
+from verl_async.asynchrony.evaluation import Evaluation
+from verl_async.asynchrony.policy_update import PolicyUpdate
+from verl_async.asynchrony.prompt_source import PromptSource
+from verl_async.asynchrony.rollout_loop import RolloutLoop
+from verl_async.asynchrony.sample_queue import SampleQueue
+from verl_async.asynchrony.staleness import StalenessBudget, prompts_between_syncs
+from verl_async.asynchrony.supervised_training import SupervisedTraining
+from verl_async.asynchrony.weight_sync import WeightSync
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from verl_async.asynchrony.actors import RolloutClient, Trainer
+    from verl_async.asynchrony.inputs import ModelTexts
+    from verl_async.asynchrony.listener import JobListener
+    from verl_async.asynchrony.samples import EncodedPrompt
+    from verl_async.asynchrony.timeline import Timeline
+    from verl_async.config import SftJob, TrainJob
+    from verl_engine.batch import sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Actors:
+    """Who does the work."""
+
+    trainer: Trainer
+    rollouts: Sequence[RolloutClient]
+
+
+@dataclass(frozen=True, slots=True)
+class Watchers:
+    """Who looks on."""
+
+    listener: JobListener
+    timeline: Timeline
+
+
+def assemble_training(
+    job: TrainJob,
+    texts: ModelTexts,
+    prompts: Sequence[EncodedPrompt],
+    held_out: Sequence[EncodedPrompt],
+    actors: Actors,
+    watchers: Watchers,
+) -> AsyncTraining:
+    """Build the fully-async job."""
+    workers = [RolloutWorker(client) for client in actors.rollouts]
+    per_step = job.async_training.require_batches * job.trainer.mini_batch_size
+    limit = prompts_between_syncs(job.async_training, job.trainer.mini_batch_size)
+    budget = StalenessBudget(limit, per_step * job.trainer.num_steps)
+    queue = SampleQueue(job.async_training.queue_size or limit)
+    source = PromptSource(prompts, job.data.seed, job.data.shuffle)
+    scorer = texts.scorer(job.reward)
+    weights = _weight_sync(job, actors.trainer, workers, interrupt=job.async_training.partial_rollout)
+    rollouts = [
+        RolloutLoop(
+            worker=worker,
+            num_workers=len(workers),
+            source=source,
+            budget=budget,
+            queue=queue,
+            scorer=scorer,
+            timeline=watchers.timeline,
+            config=job.rollout,
+            sampling=texts.sampling(job.rollout),
+            # The queue moves again when the trainer has finished its step, its sync and its evaluation.
+            put_timeout_s=job.trainer.timeout_s * (per_step // job.trainer.mini_batch_size + 1)
+            + job.weight_sync.timeout_s
+            + job.rollout.timeout_s,
+        )
+        for worker in workers
+    ]
+    return AsyncTraining(
+        job=job,
+        rollouts=rollouts,
+        queue=queue,
+        budget=budget,
+        update=PolicyUpdate(actors.trainer, job.trainer, job.algorithm, job.rollout.temperature),
+        weights=weights,
+        evaluation=_evaluation(job, texts, held_out, workers, watchers),
+        timeline=watchers.timeline,
+        listener=watchers.listener,
+    )
+
+
+def assemble_supervised(
+    job: SftJob,
+    texts: ModelTexts,
+    examples: list[sequence.Sequence],
+    held_out: Sequence[EncodedPrompt],
+    actors: Actors,
+    watchers: Watchers,
+) -> SupervisedTraining:
+    """Build the supervised job; without evaluation it needs no rollout workers."""
+    workers = [RolloutWorker(client) for client in actors.rollouts]
+    evaluation = _evaluation(job, texts, held_out, workers, watchers)
+    return SupervisedTraining(
+        job=job,
+        examples=examples,
+        trainer=actors.trainer,
+        evaluation=evaluation and (evaluation, _weight_sync(job, actors.trainer, workers, interrupt=False)),
+        timeline=watchers.timeline,
+        listener=watchers.listener,
+    )
+
+
+def _weight_sync(
+    job: TrainJob | SftJob, trainer: Trainer, workers: list[RolloutWorker], *, interrupt: bool
+) -> WeightSync:
+    return WeightSync(
+        trainer=trainer,
+        workers=workers,
+        config=job.weight_sync,
+        dtype=job.rollout.dtype,
+        interrupt=interrupt,
+        generation_timeout_s=job.rollout.timeout_s,
+    )
+
+
+def _evaluation(
+    job: TrainJob | SftJob,
+    texts: ModelTexts,
+    held_out: Sequence[EncodedPrompt],
+    workers: list[RolloutWorker],
+    watchers: Watchers,
+) -> Evaluation | None:
+    if job.evaluation is None:
+        return None
+    return Evaluation(
+        prompts=held_out,
+        workers=workers,
+        scorer=texts.scorer(job.reward),
+        timeline=watchers.timeline,
+        listener=watchers.listener,
+        config=job.evaluation,
+        rollout=job.rollout,
+        sampling=texts.sampling(job.rollout, job.evaluation.temperature),
+    )

@@ -1,0 +1,138 @@
+"""Fully-async training: the trainer's loop beside the rollout loops."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from verl_async.asynchrony.evaluation import Evaluation
+    from verl_async.asynchrony.listener import JobListener
+    from verl_async.asynchrony.policy_update import PolicyUpdate
+    from verl_async.asynchrony.rollout_loop import RolloutLoop
+    from verl_async.asynchrony.sample_queue import SampleQueue
+    from verl_async.asynchrony.samples import ScoredGroup
+    from verl_async.asynchrony.staleness import StalenessBudget
+    from verl_async.asynchrony.timeline import Timeline
+    from verl_async.asynchrony.weight_sync import WeightSync
+    from verl_async.config import TrainJob
+
+
+@dataclass(slots=True)
+class AsyncTraining:
+    """The running job; see ``docs/explanation/fully-async.md``."""
+
+    job: TrainJob
+    rollouts: Sequence[RolloutLoop]
+    queue: SampleQueue
+    budget: StalenessBudget
+    update: PolicyUpdate
+    weights: WeightSync
+    evaluation: Evaluation | None
+    timeline: Timeline
+    listener: JobListener
+    _stale_samples: int = field(default=0, init=False)
+    _partial_samples: int = field(default=0, init=False)
+
+    async def run(self) -> None:
+        """Train to the end; the first failure of any loop ends them all.
+
+        Raises:
+            EngineError: from whichever loop failed.
+        """
+        training = asyncio.ensure_future(self._train())
+        loops = {training, *(asyncio.ensure_future(loop.run()) for loop in self.rollouts)}
+        try:
+            pending = loops
+            while not training.done():
+                finished, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for loop in finished:
+                    loop.result()  # raises what it raised
+        finally:
+            for loop in loops:
+                loop.cancel()
+            await asyncio.gather(*loops, return_exceptions=True)
+
+    async def _train(self) -> None:
+        """Collect, update, sync, report; step after step."""
+        await self._sync()
+        if await self._evaluate(0):
+            return
+        config, num_steps = self.job.async_training, self.job.trainer.num_steps
+        for step in range(1, num_steps + 1):
+            started = time.monotonic()
+            groups = await self._collect(config.require_batches * self.job.trainer.mini_batch_size)
+            version = self.weights.version
+            with self.timeline.span("trainer", "train"):
+                figures = dict(await self.update.run(groups))
+            if step % config.trigger_parameter_sync_step == 0 or step == num_steps:
+                await self._sync()
+            self._report(step, groups, version, figures, time.monotonic() - started)
+            if await self._evaluate(step):
+                return
+
+    async def _collect(self, count: int) -> list[ScoredGroup]:
+        """Take groups from the queue, in the order in which their prompts were drawn."""
+        with self.timeline.span("trainer", "wait for samples"):
+            timeout_s = self.job.rollout.timeout_s + self.job.reward.timeout_s
+            groups = await self.queue.take(count, timeout_s)
+        self.budget.trained(count)
+        return sorted(groups, key=lambda group: group.draw.number)
+
+    async def _sync(self) -> None:
+        with self.timeline.span("trainer", "sync weights"):
+            await self.weights.run()
+        self.budget.synced()
+
+    async def _evaluate(self, step: int) -> bool:
+        """Evaluate where it is due; return whether training has reached its aim."""
+        if self.evaluation is None or not self.evaluation.is_due(step, self.job.trainer.num_steps):
+            return False
+        return await self.evaluation.run_and_report(step)
+
+    def _report(
+        self, step: int, groups: list[ScoredGroup], version: int, figures: dict[str, float], seconds: float
+    ) -> None:
+        self._stale_samples += sum(group.oldest_version < version for group in groups)
+        self._partial_samples += sum(group.num_interruptions > 0 for group in groups)
+        tokens = figures.pop("trained_tokens")
+        self.listener.on_step(
+            step,
+            self.job.trainer.num_steps,
+            figures
+            | group_figures(groups, version)
+            | {
+                "tokens_per_s": tokens / seconds,
+                "seconds": seconds,
+                "queue_size": float(len(self.queue)),
+                "weight_version": float(self.weights.version),
+                "trainer/idle_ratio": self.timeline.idle_ratio("trainer"),
+                "rollouter/idle_ratio": self.timeline.idle_ratio("rollouter"),
+                "fully_async/count/stale_samples_processed": float(self._stale_samples),
+                "fully_async/partial/total_partial_num": float(self._partial_samples),
+            },
+        )
+
+
+def group_figures(groups: Sequence[ScoredGroup], version: int) -> Mapping[str, float]:
+    """Summarize what was sampled.
+
+    Args:
+        groups: of one training step.
+        version: of the weights that the rollout workers had when the step began; staleness counts from it.
+    """
+    generations = [generation for group in groups for generation in group.generations]
+    staleness = [version - group.oldest_version for group in groups]
+    return {
+        "reward": fmean(reward for group in groups for reward in group.rewards),
+        "exact_match": fmean(exact for group in groups for exact in group.exact),
+        "response_tokens": fmean(len(generation.token_ids) for generation in generations),
+        "truncated_ratio": fmean(generation.finish_reason == "length" for generation in generations),
+        "staleness_mean": fmean(staleness),
+        "staleness_max": float(max(staleness)),
+    }

@@ -1,0 +1,87 @@
+"""How well the weights in force answer held-out prompts."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from verl_async.asynchrony.samples import Draw
+from verl_async.asynchrony.waiting import within
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from verl_async.asynchrony.actors import RolloutWorker
+    from verl_async.asynchrony.listener import JobListener
+    from verl_async.asynchrony.samples import EncodedPrompt, ScoredGroup
+    from verl_async.asynchrony.scoring import Scorer
+    from verl_async.asynchrony.timeline import Timeline
+    from verl_async.config import EvaluationConfig, RolloutConfig
+    from verl_async.rollout.interface import SamplingParams
+
+_SEED = 7
+"""Apart from the training streams, and the same at each evaluation, so that only the weights differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One answer to each held-out prompt, from all rollout workers together."""
+
+    prompts: Sequence[EncodedPrompt]
+    workers: Sequence[RolloutWorker]
+    scorer: Scorer
+    timeline: Timeline
+    listener: JobListener
+    config: EvaluationConfig
+    rollout: RolloutConfig
+    sampling: SamplingParams
+
+    def is_due(self, step: int, num_steps: int) -> bool:
+        """Tell whether to evaluate after `step` training steps: at both ends, and in between as configured."""
+        every = self.config.every_steps
+        return step in (0, num_steps) or (every is not None and step % every == 0)
+
+    async def run_and_report(self, step: int) -> bool:
+        """Evaluate, tell the listener, and return whether training has reached its aim."""
+        self.listener.on_status(f"evaluating on {len(self.prompts)} prompts")
+        with self.timeline.span("trainer", "evaluate"):
+            figures = await self.run()
+        self.listener.on_evaluation(step, figures)
+        self.listener.on_status("training")
+        return self.config.stop_at_exact_match is not None and figures["exact_match"] >= self.config.stop_at_exact_match
+
+    async def run(self) -> dict[str, float]:
+        """Answer and score all prompts; workers finish what they generate first.
+
+        Returns:
+            ``exact_match``, ``reward`` and ``response_tokens``, each a mean over the prompts.
+        """
+        draws = [Draw(number, encoded) for number, encoded in enumerate(self.prompts)]
+        shares = [draws[place :: len(self.workers)] for place in range(len(self.workers))]
+        answered = await asyncio.gather(*map(self._answer, self.workers, shares))
+        groups = [group for share in answered for group in share]
+        return {
+            "exact_match": fmean(group.exact[0] for group in groups),
+            "reward": fmean(group.rewards[0] for group in groups),
+            "response_tokens": fmean(len(group.generations[0].token_ids) for group in groups),
+        }
+
+    async def _answer(self, worker: RolloutWorker, draws: list[Draw]) -> list[ScoredGroup]:
+        size = self.rollout.max_batch_prompts * self.rollout.n  # as many sequences as in training
+        groups = []
+        async with worker.using() as client:
+            for start in range(0, len(draws), size):
+                part = draws[start : start + size]
+                with self.timeline.span(worker.name, "evaluate"):
+                    generations = await within(
+                        self.rollout.timeout_s,
+                        f"{worker.name} did not answer {len(part)} evaluation prompts",
+                        client.generate([draw.requests(1, self.sampling, _SEED)[0] for draw in part]),
+                    )
+                    groups += [
+                        await self.scorer.score(draw, [generation])
+                        for draw, generation in zip(part, generations, strict=True)
+                    ]
+        return groups

@@ -1,0 +1,109 @@
+"""What a job reads before any process starts: tokenizer, prompts and their tokens, the reward function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import transformers
+
+from verl_async.asynchrony.samples import EncodedPrompt
+from verl_async.asynchrony.scoring import Scorer
+from verl_async.data.examples import read_examples
+from verl_async.data.prompts import read_prompts
+from verl_async.data.rewards import load_reward
+from verl_async.data.tokenization import encode_example, encode_prompt, stop_token_ids
+from verl_async.rollout.interface import SamplingParams
+from verl_engine.contract.errors import ModelError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedTokenizerBase
+
+    from verl_async.config import RewardConfig, RolloutConfig, SftJob, TrainJob
+    from verl_engine.batch.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTexts:
+    """How the model reads and ends texts."""
+
+    folder: Path
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: tuple[int, ...]
+
+    @classmethod
+    def load(cls, folder: Path) -> ModelTexts:
+        """Load the tokenizer of a model folder.
+
+        Raises:
+            ModelError: it has none that transformers can load.
+        """
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelError(f"model.path={folder} has no tokenizer that transformers can load: {error}") from error
+        try:
+            eos = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+        except OSError:  # a folder need not have one
+            eos = None
+        return cls(folder, tokenizer, stop_token_ids(tokenizer, eos))
+
+    def sampling(self, config: RolloutConfig, temperature: float | None = None) -> SamplingParams:
+        """Return how to sample; another temperature than the rollout's means evaluation, without top-p and top-k."""
+        evaluating = temperature is not None
+        return SamplingParams(
+            max_new_tokens=config.max_response_tokens,
+            temperature=config.temperature if temperature is None else temperature,
+            top_p=1.0 if evaluating else config.top_p,
+            top_k=0 if evaluating else config.top_k,
+            stop_token_ids=self.stop_token_ids,
+        )
+
+    def scorer(self, config: RewardConfig) -> Scorer:
+        """Return what scores the model's answers."""
+        return Scorer(load_reward(config), self.tokenizer)
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer beside trained weights."""
+        self.tokenizer.save_pretrained(folder)
+
+
+def read_training_prompts(job: TrainJob, texts: ModelTexts) -> list[EncodedPrompt]:
+    """Read and tokenize the training prompts.
+
+    Raises:
+        DataError: a row is malformed or too long.
+    """
+    limit = job.data.max_prompt_tokens
+    return [
+        EncodedPrompt(prompt, encode_prompt(texts.tokenizer, prompt, limit, "data.prompts"))
+        for prompt in read_prompts(job.data.prompts, "data.prompts")
+    ]
+
+
+def read_evaluation_prompts(job: TrainJob | SftJob, texts: ModelTexts, max_tokens: int) -> list[EncodedPrompt]:
+    """Read and tokenize the held-out prompts; none where no evaluation is configured.
+
+    Raises:
+        DataError: a row is malformed or too long.
+    """
+    if job.evaluation is None:
+        return []
+    return [
+        EncodedPrompt(prompt, encode_prompt(texts.tokenizer, prompt, max_tokens, "evaluation.prompts"))
+        for prompt in read_prompts(job.evaluation.prompts, "evaluation.prompts", job.evaluation.num_prompts)
+    ]
+
+
+def read_training_examples(job: SftJob, texts: ModelTexts) -> list[Sequence]:
+    """Read and tokenize the supervised examples.
+
+    Raises:
+        DataError: a row is malformed or too long.
+    """
+    return [
+        encode_example(texts.tokenizer, example, job.data.max_tokens, "data.examples")
+        for example in read_examples(job.data.examples, "data.examples")
+    ]

@@ -1,0 +1,34 @@
+"""Prompts in the order of training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from verl_async.asynchrony.samples import Draw
+from verl_async.data.order import EpochOrder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from verl_async.asynchrony.samples import EncodedPrompt
+
+
+@dataclass(slots=True)
+class PromptSource:
+    """Gives each draw of the job its prompt, epoch after epoch."""
+
+    prompts: Sequence[EncodedPrompt]
+    seed: int
+    """Of the order and of the sampling."""
+    shuffle: bool
+    _order: EpochOrder = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Start the first epoch."""
+        self._order = EpochOrder(len(self.prompts), self.shuffle, self.seed)
+
+    def draw(self, number: int) -> Draw:
+        """Make the next draw; `number` must be the number of draws made so far."""
+        assert number == self._order.position, "draws are made in order"
+        return Draw(number, self.prompts[next(self._order)])

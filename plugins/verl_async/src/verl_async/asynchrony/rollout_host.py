@@ -1,0 +1,66 @@
+"""A rollout engine in its process, with the weights that are on their way to it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from verl_async.asynchrony.shared_slots import SharedSlots
+from verl_engine.engine.weight_bucket import combine_checksums, read_bucket
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from verl_async.rollout.interface import Generation, GenerationRequest, RolloutEngine
+    from verl_engine.engine.weight_bucket import WeightBucket
+
+
+class RolloutHost:
+    """Blocking calls around a `RolloutEngine`; an actor or a test runs them in a thread."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        """Take an engine that has loaded its model."""
+        self._engine = engine
+        self._slots: SharedSlots | None = None
+        self._checksums: list[int] = []
+
+    def attach_slots(self, paths: list[str]) -> None:
+        """Map the trainer's shared buffers."""
+        self._slots = SharedSlots(paths)
+
+    def generate(self, requests: list[GenerationRequest]) -> list[Generation]:
+        """Generate; see `RolloutEngine.generate`."""
+        return self._engine.generate(requests)
+
+    def interrupt(self) -> None:
+        """Make a running `generate` return after its current token."""
+        self._engine.interrupt()
+
+    def load_bucket(self, bucket: WeightBucket, payload: int | npt.NDArray[np.uint8], checksum: int) -> None:
+        """Check a bucket and copy it into the model.
+
+        Args:
+            bucket: what lies where.
+            payload: the number of a shared slot, or the bytes themselves.
+            checksum: of the bytes that were written.
+        Raises:
+            WeightsError: other bytes arrived, or the model has no such weight.
+        """
+        if isinstance(payload, int):
+            assert self._slots is not None, "attach_slots comes first"
+            buffer = self._slots[payload]
+        else:
+            buffer = payload if payload.flags.writeable else payload.copy()  # torch takes no read-only memory
+        self._engine.load_weights(read_bucket(buffer, bucket, checksum))
+        self._checksums.append(checksum)
+
+    def commit_weights(self, version: int) -> int:
+        """Put the loaded weights in force and return the combined checksum of what was loaded.
+
+        Raises:
+            WeightsError: some weights did not arrive.
+        """
+        self._engine.commit_weights(version)
+        checksum = combine_checksums(self._checksums)
+        self._checksums = []
+        return checksum

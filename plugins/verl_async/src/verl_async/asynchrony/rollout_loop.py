@@ -1,0 +1,90 @@
+"""What keeps one rollout worker busy: draw prompts, generate, score, queue."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from verl_async.asynchrony.samples import Draw
+from verl_async.asynchrony.waiting import within
+
+if TYPE_CHECKING:
+    from verl_async.asynchrony.actors import RolloutWorker
+    from verl_async.asynchrony.prompt_source import PromptSource
+    from verl_async.asynchrony.sample_queue import SampleQueue
+    from verl_async.asynchrony.scoring import Scorer
+    from verl_async.asynchrony.staleness import StalenessBudget
+    from verl_async.asynchrony.timeline import Timeline
+    from verl_async.config import RolloutConfig
+    from verl_async.rollout.interface import Generation, GenerationRequest, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutLoop:
+    """Runs beside training until every prompt of the job was rolled out."""
+
+    worker: RolloutWorker
+    num_workers: int
+    source: PromptSource
+    budget: StalenessBudget
+    queue: SampleQueue
+    scorer: Scorer
+    timeline: Timeline
+    config: RolloutConfig
+    sampling: SamplingParams
+    put_timeout_s: float
+    """How long the queue may stay full."""
+
+    async def run(self) -> None:
+        """Fill the queue.
+
+        Raises:
+            StuckError: the worker or the trainer did not answer in time.
+            RewardError: a sample could not be scored.
+        """
+        while True:
+            with self.timeline.span(self.worker.name, "wait for trainer"):
+                numbers = await self.budget.acquire(self.config.max_batch_prompts, self.num_workers)
+            if not numbers:
+                return
+            draws = [self.source.draw(number) for number in numbers]
+            groups, num_interruptions = await self._generate(draws)
+            with self.timeline.span(self.worker.name, "score"):
+                scored = [
+                    await self.scorer.score(draw, group, num_interruptions)
+                    for draw, group in zip(draws, groups, strict=True)
+                ]
+            with self.timeline.span(self.worker.name, "wait for trainer"):
+                for group in scored:
+                    await self.queue.put(group, self.put_timeout_s)
+
+    async def _generate(self, draws: list[Draw]) -> tuple[list[list[Generation]], int]:
+        """Generate all samples of the draws; where a weight sync interrupts, go on with the tokens there are.
+
+        Returns:
+            The samples of each draw, and the number of interruptions.
+        """
+        requests = [
+            request for draw in draws for request in draw.requests(self.config.n, self.sampling, self.source.seed)
+        ]
+        generations = await self._generate_once(requests)
+        num_interruptions = 0
+        while unfinished := [i for i, found in enumerate(generations) if found.finish_reason == "interrupted"]:
+            num_interruptions += 1
+            rest = [replace(requests[index], so_far=generations[index]) for index in unfinished]
+            for index, generation in zip(unfinished, await self._generate_once(rest), strict=True):
+                generations[index] = generation
+        size = self.config.n
+        return [generations[start : start + size] for start in range(0, len(generations), size)], num_interruptions
+
+    async def _generate_once(self, requests: list[GenerationRequest]) -> list[Generation]:
+        async with AsyncExitStack() as stack:
+            with self.timeline.span(self.worker.name, "wait for trainer"):
+                client = await stack.enter_async_context(self.worker.using())
+            with self.timeline.span(self.worker.name, "generate"):
+                return await within(
+                    self.config.timeout_s,
+                    f"{self.worker.name} did not finish generating {len(requests)} samples",
+                    client.generate(requests),
+                )

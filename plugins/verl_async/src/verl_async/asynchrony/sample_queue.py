@@ -1,0 +1,62 @@
+"""The queue between rollouts and training: bounded, and nothing is ever dropped."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING
+
+from verl_engine.contract.errors import StuckError
+
+if TYPE_CHECKING:
+    from verl_async.asynchrony.samples import ScoredGroup
+
+
+class SampleQueue:
+    """Holds at most `size` groups; a full queue makes rollouts wait, an empty one training."""
+
+    def __init__(self, size: int) -> None:
+        """Start empty."""
+        self._size = size
+        self._groups: deque[ScoredGroup] = deque()
+        self._changed = asyncio.Condition()
+
+    def __len__(self) -> int:
+        """Return the number of groups waiting."""
+        return len(self._groups)
+
+    async def put(self, group: ScoredGroup, timeout_s: float) -> None:
+        """Add a group, waiting for room.
+
+        Raises:
+            StuckError: nothing was taken out for `timeout_s` seconds.
+        """
+        async with self._changed:
+            while len(self._groups) >= self._size:
+                await self._wait(
+                    timeout_s, f"the sample queue is full ({self._size} groups), and the trainer took none for"
+                )
+            self._groups.append(group)
+            self._changed.notify_all()
+
+    async def take(self, count: int, timeout_s: float) -> list[ScoredGroup]:
+        """Take groups out one by one as they come, until there are `count`; so `count` may exceed the queue's size.
+
+        Raises:
+            StuckError: nothing was put in for `timeout_s` seconds.
+        """
+        taken: list[ScoredGroup] = []
+        async with self._changed:
+            while len(taken) < count:
+                while not self._groups:
+                    await self._wait(timeout_s, f"the trainer has {len(taken)} of {count} groups, and rollouts brought none for")
+                taken.append(self._groups.popleft())
+                self._changed.notify_all()
+        return taken
+
+    async def _wait(self, timeout_s: float, trouble: str) -> None:
+        """Wait for a change."""
+        try:
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+        except asyncio.TimeoutError as error:
+            raise StuckError(f"{trouble} {timeout_s:g} s") from error

@@ -1,0 +1,69 @@
+"""What a prompt becomes on its way from the file to the optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from verl_async.rollout.interface import GenerationRequest
+
+if TYPE_CHECKING:
+    from verl_async.data.prompts import Prompt
+    from verl_async.rollout.interface import Generation, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A row of the prompt file with its tokens."""
+
+    prompt: Prompt
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One prompt drawn for one group of samples."""
+
+    number: int
+    """Counts the draws of the whole job from 0: the same row drawn again has another number."""
+    encoded: EncodedPrompt
+
+    def requests(self, num_samples: int, sampling: SamplingParams, seed: int) -> list[GenerationRequest]:
+        """Make the requests of the group; each sample's random stream follows from seed, draw and place in the group."""
+        return [
+            GenerationRequest(self.encoded.token_ids, sampling, stream_seed(seed, self.number, place))
+            for place in range(num_samples)
+        ]
+
+    def sample_id(self, place: int) -> str:
+        """Name a sample, in messages and logs."""
+        return f"{self.number}-{place}"
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredGroup:
+    """All samples of one draw, finished and scored."""
+
+    draw: Draw
+    generations: tuple[Generation, ...]
+    rewards: tuple[float, ...]
+    exact: tuple[bool, ...]
+    num_interruptions: int
+    """How many times generation stopped for new weights and went on."""
+
+    @property
+    def oldest_version(self) -> int:
+        """Version of the weights that drew its first token."""
+        return min(min(generation.weight_versions) for generation in self.generations)
+
+    @property
+    def newest_version(self) -> int:
+        """Version of the weights that drew its last token."""
+        return max(max(generation.weight_versions) for generation in self.generations)
+
+
+def stream_seed(*numbers: int) -> int:
+    """Derive a 63-bit seed from a few non-negative numbers, each combination its own."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))

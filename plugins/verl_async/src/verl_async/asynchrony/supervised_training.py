@@ -1,0 +1,81 @@
+"""Supervised training: batches in, optimizer steps out."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from verl_async.algorithms.sft_loss import sft_loss
+from verl_async.asynchrony.batches import RankPlan
+from verl_async.asynchrony.waiting import within
+from verl_async.data.order import EpochOrder
+
+if TYPE_CHECKING:
+    from verl_async.asynchrony.actors import Trainer
+    from verl_async.asynchrony.evaluation import Evaluation
+    from verl_async.asynchrony.listener import JobListener
+    from verl_async.asynchrony.timeline import Timeline
+    from verl_async.asynchrony.weight_sync import WeightSync
+    from verl_async.config import SftJob
+    from verl_engine.batch.sequence import Sequence
+    from verl_engine.engine.train_step import StepReport
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedTraining:
+    """The running job."""
+
+    job: SftJob
+    examples: list[Sequence]
+    trainer: Trainer
+    evaluation: tuple[Evaluation, WeightSync] | None
+    """How to evaluate, and how the rollout workers that do it get the weights."""
+    timeline: Timeline
+    listener: JobListener
+
+    async def run(self) -> None:
+        """Train to the end, or until the evaluation has reached its aim."""
+        order = EpochOrder(len(self.examples), self.job.data.shuffle, self.job.data.seed)
+        if await self._evaluate(0):
+            return
+        for step in range(1, self.job.trainer.num_steps + 1):
+            started = time.monotonic()
+            with self.timeline.span("trainer", "train"):
+                report = await self._train([self.examples[next(order)] for _ in range(self.job.trainer.batch_size)])
+            self._report(step, report, time.monotonic() - started)
+            if await self._evaluate(step):
+                return
+
+    async def _train(self, batch: list[Sequence]) -> StepReport:
+        config = self.job.trainer
+        plan = RankPlan.of(batch, self.trainer.num_ranks, config.max_tokens_per_micro_batch)
+        return await within(
+            config.timeout_s,
+            f"the trainer did not finish an optimizer step over {len(batch)} examples",
+            self.trainer.train_batch(plan.pick(batch), sft_loss, temperature=1.0),
+        )
+
+    async def _evaluate(self, step: int) -> bool:
+        if self.evaluation is None:
+            return False
+        evaluation, weights = self.evaluation
+        if not evaluation.is_due(step, self.job.trainer.num_steps):
+            return False
+        with self.timeline.span("trainer", "sync weights"):
+            await weights.run()
+        return await evaluation.run_and_report(step)
+
+    def _report(self, step: int, report: StepReport, seconds: float) -> None:
+        self.listener.on_step(
+            step,
+            self.job.trainer.num_steps,
+            {
+                "loss": report.loss,
+                "grad_norm": report.optimizer.grad_norm,
+                "learning_rate": report.optimizer.learning_rate,
+                "step_applied": float(report.optimizer.applied),
+                "tokens_per_s": report.num_tokens / seconds,
+                "seconds": seconds,
+            },
+        )

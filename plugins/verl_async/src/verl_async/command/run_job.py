@@ -1,0 +1,180 @@
+"""What `train` and `sft` share: load the job, check it, run it, and leave results behind however it ends."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+import typer
+
+from verl_async.config import SftJob, TrainJob
+from verl_engine.contract.errors import ConfigError, EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from verl_async.asynchrony.listener import JobListener
+    from verl_async.asynchrony.timeline import Timeline
+    from verl_async.report.output_folder import OutputFolder
+    from verl_async.report.record import RunRecord
+    from verl_async.report.summary import RunStatus
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C or SIGTERM."""
+
+JobT = TypeVar("JobT", TrainJob, SftJob)
+_JobT_contra = TypeVar("_JobT_contra", TrainJob, SftJob, contravariant=True)
+
+
+class Runner(Protocol[_JobT_contra]):
+    """Runs a job to its end; raises KeyboardInterrupt after a clean shutdown where the user asked for one."""
+
+    def __call__(self, job: _JobT_contra, output: OutputFolder, listener: JobListener, timeline: Timeline) -> None:
+        """Train, tell the listener, fill the timeline as time passes, and save the model into the output folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobKind(Generic[JobT]):
+    """What differs between the commands."""
+
+    name: str
+    """The command's."""
+    load: Callable[[Path, Sequence[str]], JobT]
+    check: Callable[[JobT, Path | None, bool], list[str]]
+    """Job, output folder, whether to overwrite; returns remarks."""
+    import_runner: Callable[[], Runner[JobT]]
+    """Imports torch, transformers and ray; only called when the job really runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobRequest:
+    """What the user asked for."""
+
+    recipe: Path
+    overrides: Sequence[str]
+    output: Path | None
+    overwrite: bool
+    dry_run: bool
+
+
+def run_job(kind: JobKind[JobT], request: JobRequest) -> None:
+    """Carry out a command.
+
+    Raises:
+        EngineError: the job cannot start, or failed.
+        typer.Exit: with code 130, after Ctrl-C or SIGTERM.
+    """
+    try:
+        _run_job(kind, request)
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _run_job(kind: JobKind[JobT], request: JobRequest) -> None:
+    job = kind.load(request.recipe, request.overrides)
+    if request.output is None and not request.dry_run:
+        raise ConfigError("--output is missing; name a new folder for the results, such as --output outputs/first")
+    for remark in kind.check(job, request.output, request.overwrite):
+        typer.secho(f"note: {remark}", err=True, fg="yellow")
+    if request.dry_run or request.output is None:
+        _show(job)
+    else:
+        _run(kind, job, request.output, overwrite=request.overwrite)
+
+
+def _show(job: TrainJob | SftJob) -> None:
+    """Print the resolved job: coloured on a terminal, else as it is, so that it can go into a file."""
+    from verl_async.job import resolved
+    from verl_async.report.output_folder import config_yaml
+
+    text = config_yaml(resolved(job))
+    if not sys.stdout.isatty():
+        sys.stdout.write(text)
+        return
+    from rich.console import Console
+    from rich.syntax import Syntax
+
+    Console().print(Syntax(text, "yaml", background_color="default", word_wrap=True))
+
+
+def _run(kind: JobKind[JobT], job: JobT, output: Path, *, overwrite: bool) -> None:
+    from verl_async.asynchrony.timeline import Timeline
+    from verl_async.job import resolved
+    from verl_async.preflight import input_paths
+    from verl_async.report.output_folder import OutputFolder
+    from verl_async.report.record import RunRecord
+    from verl_async.termination import sigterm_as_interrupt
+
+    with sigterm_as_interrupt():
+        runner = kind.import_runner()  # before the folder is made: what is not installed fails here
+        folder = OutputFolder.create(output, overwrite=overwrite, inputs=input_paths(job))
+        folder.write_config(resolved(job))
+        record, timeline = RunRecord(), Timeline()
+        status: RunStatus = "failed"
+        failure: BaseException | None = None
+        try:
+            _listen_and_run(runner, job, folder, record, timeline, title=f"verl-engine {kind.name}")
+            status = "finished" if len(record.steps) >= job.trainer.num_steps else "stopped early"
+        except KeyboardInterrupt as error:
+            status, failure = "interrupted", error
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            _leave_results(job, folder, record, timeline, status, failure)
+    if failure is not None:
+        raise failure
+
+
+def _listen_and_run(
+    runner: Runner[JobT], job: JobT, folder: OutputFolder, record: RunRecord, timeline: Timeline, *, title: str
+) -> None:
+    from verl_async.report.listeners import Listeners
+    from verl_async.report.metrics_log import MetricsLog
+    from verl_async.report.progress import open_progress
+
+    with MetricsLog(folder) as log, open_progress(title) as progress:
+        runner(job, folder, Listeners([record, log, progress]), timeline)
+
+
+def _leave_results(
+    job: TrainJob | SftJob,
+    folder: OutputFolder,
+    record: RunRecord,
+    timeline: Timeline,
+    status: RunStatus,
+    failure: BaseException | None,
+) -> None:
+    """Write timeline, summary and report; what goes wrong here never hides why the job failed."""
+    from verl_async.report.report import write_report
+    from verl_async.report.summary import build_summary
+
+    try:
+        summary = build_summary(job, record, timeline.spans, status=status, seconds=record.elapsed_s)
+        if failure is not None and status == "failed":
+            summary["error"] = _describe(failure)
+        folder.write_summary(summary)
+        folder.write_timeline(timeline.spans)
+        write_report(folder, job, record, timeline.spans, summary)
+    except Exception as error:
+        if failure is None:
+            raise
+        typer.secho(f"note: not all results could be written: {_describe(error)}", err=True, fg="yellow")
+    else:
+        _say_where(folder, summary)
+
+
+def _describe(error: BaseException) -> str:
+    return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+
+
+def _say_where(folder: OutputFolder, summary: dict[str, object]) -> None:
+    """End with what came out and where it lies."""
+    first, last = summary["exact_match_first"], summary["exact_match_last"]
+    gain = f", exact match {first:.3f} -> {last:.3f}" if isinstance(first, float) and isinstance(last, float) else ""
+    typer.echo(f"{summary['status']} after {summary['num_steps']} steps and {summary['seconds']:.0f} s{gain}")
+    for what, path in (("report", folder.report), ("figures", folder.summary), ("model", folder.model)):
+        if path.exists():
+            typer.echo(f"  {what:8} {path}")

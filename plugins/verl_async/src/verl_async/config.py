@@ -1,0 +1,252 @@
+"""The sections of a job's YAML file, validated without torch. The ``engine`` section belongs to the chosen backend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
+
+from verl_engine.contract.engine_config import EngineConfig
+from verl_engine.contract.strict_model import StrictModel
+
+
+class ModelConfig(StrictModel):
+    """Which model is trained."""
+
+    path: Path
+    """Hugging Face model folder: config.json, safetensors weights and the tokenizer."""
+
+
+class DataConfig(StrictModel):
+    """Prompts, in verl's columns: data_source, prompt, reward_model.ground_truth, extra_info."""
+
+    prompts: Path
+    """Parquet or JSONL file of training prompts."""
+    max_prompt_tokens: int = Field(default=1024, ge=1)
+    """A longer prompt is an error that names the row: nothing is cut silently."""
+    shuffle: bool = True
+    """Draw a new order in each pass over the file, from ``seed``."""
+    seed: int = Field(default=0, ge=0)
+    """Order of the prompts, and the random streams of sampling."""
+
+
+class SftDataConfig(StrictModel):
+    """Supervised examples: a prompt (chat list or text) and the response to learn."""
+
+    examples: Path
+    """Parquet or JSONL file with columns ``prompt`` and ``response``."""
+    max_tokens: int = Field(default=2048, ge=2)
+    """Prompt and response together; a longer example is an error that names the row."""
+    shuffle: bool = True
+    """Draw a new order in each pass over the file, from ``seed``."""
+    seed: int = Field(default=0, ge=0)
+    """Order of the examples."""
+
+
+class RewardConfig(StrictModel):
+    """How an answer is scored."""
+
+    function: str = "exact_match"
+    """``exact_match``, or the dotted path of a function (data_source, solution_str, ground_truth, extra_info) -> float."""
+    timeout_s: float = Field(default=60.0, gt=0)
+    """For one call of the function."""
+
+
+class RolloutConfig(StrictModel):
+    """Who generates, and how."""
+
+    engine: str = "embedded"
+    """Name of the rollout engine (entry-point group ``verl_async.rollouts``)."""
+    num_workers: int = Field(default=1, ge=1)
+    """Rollout processes, each with its own copy of the model."""
+    device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
+    """Where they run; ``auto`` takes an NPU or GPU where there is one, else the CPU."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights and activations while generating."""
+    num_threads: int = Field(default=1, ge=1)
+    """CPU threads of each rollout process."""
+    n: int = Field(default=8, ge=2)
+    """Samples drawn for each prompt: a GRPO group."""
+    max_response_tokens: int = Field(default=1024, ge=1)
+    """Longest answer."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Of sampling; the trainer's log-probabilities use it too."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling; 1 keeps every token."""
+    top_k: int = Field(default=0, ge=0)
+    """Keep the k likeliest tokens; 0 keeps all."""
+    max_batch_prompts: int = Field(default=64, ge=1)
+    """Prompts that one worker decodes at a time (times ``n`` sequences)."""
+    timeout_s: float = Field(default=600.0, gt=0)
+    """For one call of generate; then the job ends and names the worker."""
+
+
+class AsyncTrainingConfig(StrictModel):
+    """How far rollouts may run ahead of training, in verl's terms."""
+
+    staleness_threshold: float = Field(default=0.1, ge=0)
+    """Between two weight syncs (1 + threshold) * trigger_parameter_sync_step * require_batches * mini_batch_size prompts
+    may be rolled out, less the stale ones left over. 0 is on-policy: nothing is generated ahead."""
+    trigger_parameter_sync_step: int = Field(default=1, ge=1)
+    """Training steps between two weight syncs."""
+    require_batches: int = Field(default=1, ge=1)
+    """Mini-batches collected for one training step; each makes one optimizer step."""
+    partial_rollout: bool = True
+    """At a weight sync stop generation between two tokens and go on with the new weights; False waits for it to end."""
+    queue_size: int | None = Field(default=None, ge=1)
+    """Groups the sample queue holds before rollouts wait; by default what staleness allows."""
+
+
+class AlgorithmConfig(StrictModel):
+    """GRPO with a clipped policy loss and token-level aggregation."""
+
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """The ratio is clipped below at 1 - clip_low (PPO)."""
+    clip_high: float = Field(default=0.28, gt=0)
+    """The ratio is clipped above at 1 + clip_high (DAPO's clip-higher)."""
+    normalize_by_std: bool = True
+    """Divide a group's centred rewards by their standard deviation (GRPO); False leaves them (Dr. GRPO)."""
+    old_log_probs: Literal["rollout", "recompute"] = "rollout"
+    """What the ratio is taken against: the log-probs of the rollout, or those of the trainer's weights at the start of the
+    training step. With ``recompute`` the gap to the rollout is corrected by a truncated importance weight."""
+    importance_cap: float = Field(default=2.0, ge=1)
+    """Upper bound of that importance weight; only used with ``old_log_probs: recompute``."""
+    drop_uniform_groups: bool = True
+    """Leave out groups whose rewards are all equal: their advantages are zero, so they only cost time."""
+
+
+class TrainerConfig(StrictModel):
+    """The training side of the job."""
+
+    num_ranks: int = Field(default=1, ge=1)
+    """Data-parallel trainer processes."""
+    num_steps: int = Field(ge=1)
+    """Training steps; each consumes require_batches * mini_batch_size prompts."""
+    mini_batch_size: int = Field(default=32, ge=1)
+    """Prompts (groups of n samples) for one optimizer step."""
+    max_tokens_per_micro_batch: int = Field(default=8192, ge=1)
+    """Token budget of one forward and backward on one rank; a single longer sequence gets a micro-batch of its own."""
+    master_port: int | None = Field(default=None, ge=1024, le=65535)
+    """Port of the trainer's process group; by default a free one."""
+    timeout_s: float = Field(default=600.0, gt=0)
+    """For one call to the trainer ranks; then the job ends and names those that did not answer."""
+
+
+class SftTrainerConfig(StrictModel):
+    """Supervised training."""
+
+    num_ranks: int = Field(default=1, ge=1)
+    """Data-parallel trainer processes."""
+    num_steps: int = Field(ge=1)
+    """Optimizer steps at most."""
+    batch_size: int = Field(default=128, ge=1)
+    """Examples for one optimizer step, over all ranks."""
+    max_tokens_per_micro_batch: int = Field(default=8192, ge=1)
+    """Token budget of one forward and backward on one rank; a single longer sequence gets a micro-batch of its own."""
+    master_port: int | None = Field(default=None, ge=1024, le=65535)
+    """Port of the trainer's process group; by default a free one."""
+    timeout_s: float = Field(default=600.0, gt=0)
+    """For one call to the trainer ranks; then the job ends and names those that did not answer."""
+
+
+class EvaluationConfig(StrictModel):
+    """Held-out prompts, answered at the start, at the end, and in between."""
+
+    prompts: Path
+    """Parquet or JSONL file of held-out prompts, in the columns of the training prompts."""
+    num_prompts: int = Field(default=256, ge=1)
+    """The first so many rows."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Of sampling; 0 takes the likeliest token."""
+    every_steps: int | None = Field(default=None, ge=1)
+    """Evaluate after so many training steps; by default only at the start and the end."""
+    stop_at_exact_match: float | None = Field(default=None, gt=0, le=1)
+    """End training early once this share of answers is exact."""
+
+
+class WeightSyncConfig(StrictModel):
+    """How new weights reach the rollout workers."""
+
+    bucket_bytes: int = Field(default=256 * 2**20, ge=1024)
+    """Size of a flat bucket; two are in flight. A larger single tensor gets a bucket of its own size."""
+    transport: Literal["auto", "shared_memory", "object_store"] = "auto"
+    """``shared_memory`` within one machine, ``object_store`` (Ray's) across machines; ``auto`` looks where they are."""
+    timeout_s: float = Field(default=300.0, gt=0)
+    """For one whole sync; then the job ends and names who did not answer."""
+
+
+class RayConfig(StrictModel):
+    """The Ray cluster."""
+
+    address: str | None = None
+    """Of a running cluster; by default one is started on this machine for the job and ended with it."""
+    object_store_bytes: int = Field(default=256 * 2**20, ge=80 * 2**20)
+    """Ray's shared memory when the job starts its own cluster."""
+
+
+def _whole_engine(value: object) -> object:
+    """Refuse an engine section that was not validated by its backend (see `verl_async.job`)."""
+    if not isinstance(value, EngineConfig):
+        raise ValueError("the engine section must be validated by its backend first")  # noqa: TRY004
+    return value
+
+
+AnyEngineConfig = Annotated[SerializeAsAny[EngineConfig], BeforeValidator(_whole_engine)]
+
+
+class TrainJob(StrictModel):
+    """A fully-async RL job: ``verl-engine train``."""
+
+    model: ModelConfig
+    engine: AnyEngineConfig
+    data: DataConfig
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    async_training: AsyncTrainingConfig = AsyncTrainingConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    trainer: TrainerConfig
+    evaluation: EvaluationConfig | None = None
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    ray: RayConfig = RayConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainJob:
+        samples = self.trainer.mini_batch_size * self.rollout.n
+        if samples % self.trainer.num_ranks:
+            raise ValueError(
+                f"trainer.mini_batch_size * rollout.n = {samples} sequences do not divide over "
+                f"trainer.num_ranks={self.trainer.num_ranks}; make it a multiple"
+            )
+        every, sync_step = self.evaluation and self.evaluation.every_steps, self.async_training.trigger_parameter_sync_step
+        if every and every % sync_step:
+            raise ValueError(
+                f"evaluation.every_steps={every} must be a multiple of async_training.trigger_parameter_sync_step="
+                f"{sync_step}: in between, the rollout workers do not have the trainer's weights"
+            )
+        return self
+
+
+class SftJob(StrictModel):
+    """A supervised job: ``verl-engine sft``."""
+
+    model: ModelConfig
+    engine: AnyEngineConfig
+    data: SftDataConfig
+    trainer: SftTrainerConfig
+    rollout: RolloutConfig = RolloutConfig()
+    """Used by the evaluation only."""
+    reward: RewardConfig = RewardConfig()
+    """Used by the evaluation only."""
+    evaluation: EvaluationConfig | None = None
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    ray: RayConfig = RayConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> SftJob:
+        if self.trainer.batch_size % self.trainer.num_ranks:
+            raise ValueError(
+                f"trainer.batch_size={self.trainer.batch_size} does not divide over "
+                f"trainer.num_ranks={self.trainer.num_ranks}; make it a multiple"
+            )
+        return self

@@ -1,0 +1,138 @@
+"""From text to tokens and back. Training and sampling both come through here, so they see the same prompt tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from verl_async.errors import DataError
+from verl_engine.batch.sequence import Sequence
+from verl_engine.contract.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from transformers import PreTrainedTokenizerBase
+
+    from verl_async.data.examples import Example
+    from verl_async.data.prompts import Prompt
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, max_tokens: int, field: str) -> tuple[int, ...]:
+    """Tokenize a prompt: a chat through the chat template with the generation prompt, a text as it stands.
+
+    Args:
+        tokenizer: of the model; adds its own special tokens to a text.
+        prompt: a row of the prompt file.
+        max_tokens: longest prompt allowed.
+        field: dotted path of the config field that names the file; for messages.
+    Raises:
+        DataError: longer than ``max_tokens``, no tokens at all, or refused by the chat template; names the row.
+        ModelError: a chat, but the tokenizer has no chat template; or a tokenizer that closes each text.
+    """
+    where = f"{field}, row {prompt.index}"
+    ids = _prompt_ids(tokenizer, prompt.prompt, where)
+    if len(ids) > max_tokens:
+        raise DataError(
+            f"{where}: the prompt has {len(ids)} tokens; expected at most {max_tokens} (raise data.max_prompt_tokens "
+            "or take the row out)"
+        )
+    return tuple(ids)
+
+
+def encode_example(tokenizer: PreTrainedTokenizerBase, example: Example, max_tokens: int, field: str) -> Sequence:
+    """Tokenize an example: its prompt as in `encode_prompt`, its response, and the closing end-of-sequence token.
+
+    Args:
+        tokenizer: of the model.
+        example: a row of the example file.
+        max_tokens: longest prompt and response together, closing token included.
+        field: dotted path of the config field that names the file; for messages.
+    Returns:
+        The sequence; its loss mask is True on the response and the closing token only.
+    Raises:
+        DataError: longer than ``max_tokens``, or a prompt without tokens; names the row.
+        ModelError: the tokenizer has no end-of-sequence token, or see `encode_prompt`.
+    """
+    where = f"{field}, row {example.index}"
+    prompt_ids = _prompt_ids(tokenizer, example.prompt, where)
+    response_ids = [*_text_ids(tokenizer, example.response, special_tokens=False), _end_token_id(tokenizer)]
+    token_ids = np.array(prompt_ids + response_ids, dtype=np.int64)
+    if len(token_ids) > max_tokens:
+        raise DataError(
+            f"{where}: prompt and response have {len(prompt_ids)} + {len(response_ids)} = {len(token_ids)} tokens; "
+            f"expected at most {max_tokens} (raise data.max_tokens or take the row out)"
+        )
+    return Sequence(token_ids, np.arange(len(token_ids)) >= len(prompt_ids))
+
+
+def stop_token_ids(
+    tokenizer: PreTrainedTokenizerBase, generation_config_eos: int | Iterable[int] | None
+) -> tuple[int, ...]:
+    """Return the tokens that end a response: the tokenizer's end-of-sequence token and those of the generation config.
+
+    Args:
+        tokenizer: of the model.
+        generation_config_eos: ``eos_token_id`` of the model's generation config: one, several or none.
+    Returns:
+        Ascending, each once; empty where nothing is said.
+    """
+    if generation_config_eos is None:
+        generation_config_eos = ()
+    elif isinstance(generation_config_eos, int):
+        generation_config_eos = (generation_config_eos,)
+    own = tokenizer.eos_token_id
+    return tuple(sorted({*generation_config_eos, *(() if own is None else (int(own),))}))
+
+
+def decode_response(tokenizer: PreTrainedTokenizerBase, token_ids: Iterable[int]) -> str:
+    """Turn generated tokens into the text that is scored; special tokens, such as the closing one, are left out."""
+    text = tokenizer.decode(list(token_ids), skip_special_tokens=True)
+    assert isinstance(text, str)  # a list of texts only for a list of lists
+    return text
+
+
+def _prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, Any]], where: str) -> list[int]:
+    if isinstance(prompt, str):
+        ids = _text_ids(tokenizer, prompt, special_tokens=True)
+        end = tokenizer.eos_token_id
+        if ids and ids[-1] == end and _text_ids(tokenizer, prompt, special_tokens=False)[-1:] != [end]:
+            raise ModelError(
+                f"the tokenizer puts its end-of-sequence token {tokenizer.eos_token!r} behind each text, so there "
+                "would be nothing to answer; set add_eos_token to false in the model folder's tokenizer_config.json"
+            )
+    else:
+        ids = _chat_ids(tokenizer, prompt, where)
+    if not ids:
+        raise DataError(f"{where}: the prompt {prompt!r} has no tokens; expected at least one")
+    return ids
+
+
+def _text_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, special_tokens: bool) -> list[int]:
+    # verbose=False: lengths are checked here, against the config, with an error instead of a warning.
+    return list(tokenizer(text, add_special_tokens=special_tokens, verbose=False)["input_ids"])
+
+
+def _chat_ids(tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, Any]], where: str) -> list[int]:
+    if tokenizer.chat_template is None:
+        raise ModelError(
+            f"{where}: the prompt is a chat, but the model folder's tokenizer has no chat template; "
+            "add chat_template.jinja to the folder, or write prompts as text"
+        )
+    try:
+        # return_dict=False: transformers 5 returns a mapping by default, transformers 4 the tokens.
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
+    except Exception as error:  # a template may raise anything: it is a program of the model's author
+        raise DataError(f"{where}: the chat template refuses the prompt: {error}") from error
+    return list(ids)
+
+
+def _end_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    end = tokenizer.eos_token_id
+    if end is None:
+        raise ModelError(
+            "the model folder's tokenizer has no end-of-sequence token, so responses would never end; "
+            "set eos_token in its tokenizer_config.json"
+        )
+    return int(end)

@@ -1,0 +1,112 @@
+"""From a recipe file and overrides to a validated job, and back. Needs no torch: a laptop checks a cluster's job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from verl_async.config import SftJob, TrainJob
+from verl_engine.contract.config_file import read_config, validate
+from verl_engine.contract.engine_config import EngineConfig
+from verl_engine.contract.errors import ConfigError, EngineError
+from verl_engine.contract.strict_model import StrictModel
+from verl_engine.host.engine_section import validate_engine_section
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_Job = TypeVar("_Job", TrainJob, SftJob)
+_Model = TypeVar("_Model", bound=StrictModel)
+
+# Stands in for the engine section while the others are checked, so that one run reports the faults of both.
+_PLACEHOLDER: Final = EngineConfig(backend="placeholder", learning_rate=1.0)
+# Stands in for the length of a job whose own length is at fault; above any warm-up.
+_UNKNOWN_STEPS: Final = 2**62
+
+
+def load_train_job(recipe: Path, overrides: Sequence[str] = ()) -> TrainJob:
+    """Read and check an RL job.
+
+    Args:
+        recipe: YAML file.
+        overrides: settings such as ``trainer.num_steps=10``, which win over the file.
+    Returns:
+        The job: ``engine.total_steps`` filled in, every path absolute.
+    Raises:
+        ConfigError: the file or a setting is wrong; all faults found are in the one message.
+        PluginError: the engine backend cannot be used.
+    """
+    return _load(TrainJob, recipe, overrides)
+
+
+def load_sft_job(recipe: Path, overrides: Sequence[str] = ()) -> SftJob:
+    """Read and check a supervised job; as `load_train_job`."""
+    return _load(SftJob, recipe, overrides)
+
+
+def resolved(job: TrainJob | SftJob) -> dict[str, Any]:
+    """All settings of a job, defaults included, as plain values for YAML: loading them gives an equal job."""
+    return job.model_dump(mode="json")
+
+
+def _load(job_class: type[_Job], recipe: Path, overrides: Sequence[str]) -> _Job:
+    data = read_config(recipe, overrides)
+    faults: list[EngineError] = []
+    job: _Job | None = None
+    try:
+        job = validate(job_class, {**data, "engine": _PLACEHOLDER})
+    except ConfigError as error:
+        faults.append(error)
+    engine: EngineConfig | None = None
+    try:
+        engine = _engine(data.get("engine"), _optimizer_steps(job))
+        if job is not None:
+            engine.validate_world(job.trainer.num_ranks)
+    except EngineError as error:
+        faults.insert(0, error)
+    if job is None or engine is None or faults:
+        raise _combined(faults)
+    return _with_absolute_paths(job.model_copy(update={"engine": engine}))
+
+
+def _engine(section: object, total_steps: int) -> EngineConfig:
+    """Have the backend that the section names check it."""
+    if section is None:
+        section = {}  # left out, or nothing below its key
+    if isinstance(section, Mapping) and section.get("total_steps") is None:
+        section = {**section, "total_steps": total_steps}
+    return validate_engine_section(section, at="engine")
+
+
+def _optimizer_steps(job: TrainJob | SftJob | None) -> int:
+    """How many optimizer steps a job makes at most."""
+    match job:
+        case TrainJob():
+            return job.trainer.num_steps * job.async_training.require_batches
+        case SftJob():
+            return job.trainer.num_steps
+        case None:
+            return _UNKNOWN_STEPS
+
+
+def _combined(faults: Sequence[EngineError]) -> EngineError:
+    """One error for all faults; a single one keeps its own class."""
+    if len(faults) == 1:
+        return faults[0]
+    heading = "problems in the configuration:"  # of core's own message for several problems in one section
+    lines = [line.strip() for fault in faults for line in str(fault).splitlines() if not line.endswith(heading)]
+    error = ConfigError("\n  ".join([f"{len(lines)} {heading}", *lines]))
+    error.__cause__ = faults[0]
+    return error
+
+
+def _with_absolute_paths(model: _Model) -> _Model:
+    """Make paths absolute: worker processes, and a later run of config.yaml, may start in another folder."""
+    changes: dict[str, object] = {}
+    for name, value in model:
+        if isinstance(value, Path):
+            changes[name] = value.expanduser().absolute()
+        elif isinstance(value, StrictModel):
+            changes[name] = _with_absolute_paths(value)
+    return model.model_copy(update=changes)

@@ -1,0 +1,111 @@
+"""What can be found wrong before any process starts: files, folders, names, the reward function.
+
+Each check raises one error that names the setting at fault. No torch, transformers or ray.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from verl_async.config import TrainJob
+from verl_async.data.examples import read_examples
+from verl_async.data.prompts import read_prompts
+from verl_async.data.rewards import load_reward
+from verl_async.machine import check_port, check_shared_memory
+from verl_async.model_folder import check_model_folder
+from verl_async.report.output_folder import OutputFolder
+from verl_engine.contract.names import BACKENDS_GROUP
+from verl_engine.host.loading import describe, find_plugin
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from verl_async.config import RewardConfig, SftJob
+    from verl_async.data.prompts import Prompt
+
+ROLLOUTS_GROUP: Final = "verl_async.rollouts"
+_MOST_TRIALS: Final = 8
+"""Calls of the reward function: it may be slow, such as a judge behind a network."""
+
+
+def check_train_job(job: TrainJob, output: Path | None, overwrite: bool = False) -> list[str]:
+    """Check all that an RL job needs from this machine.
+
+    Args:
+        job: as loaded; its settings are valid in themselves.
+        output: the folder to be made; None where nothing will be written.
+        overwrite: whether results of an earlier job in it may be replaced.
+    Returns:
+        Remarks for the user, on what works though perhaps not as meant.
+    Raises:
+        EngineError: the first thing found that would make the job fail.
+    """
+    remarks = _check_surroundings(job, output, overwrite=overwrite)
+    prompts = read_prompts(job.data.prompts, "data.prompts")
+    _try_reward(job.reward, [*prompts, *_read_evaluation(job)])
+    wanted = job.trainer.mini_batch_size * job.async_training.require_batches
+    return [*remarks, *_remark_on_few(len(prompts), wanted, f"data.prompts={job.data.prompts}", "prompts")]
+
+
+def check_sft_job(job: SftJob, output: Path | None, overwrite: bool = False) -> list[str]:
+    """Check all that a supervised job needs from this machine; as `check_train_job`."""
+    remarks = _check_surroundings(job, output, overwrite=overwrite)
+    examples = read_examples(job.data.examples, "data.examples")
+    if job.evaluation is not None:
+        _try_reward(job.reward, _read_evaluation(job))
+    where = f"data.examples={job.data.examples}"
+    return [*remarks, *_remark_on_few(len(examples), job.trainer.batch_size, where, "examples")]
+
+
+def input_paths(job: TrainJob | SftJob) -> list[Path]:
+    """List the files and folders that a job reads."""
+    data = job.data.prompts if isinstance(job, TrainJob) else job.data.examples
+    return [job.model.path, data, *([job.evaluation.prompts] if job.evaluation else [])]
+
+
+def _check_surroundings(job: TrainJob | SftJob, output: Path | None, *, overwrite: bool) -> list[str]:
+    """Check what both kinds of job need, the cheapest first."""
+    if output is not None:
+        OutputFolder.check(output, overwrite=overwrite, inputs=input_paths(job))
+    check_port(job)
+    generates = isinstance(job, TrainJob) or job.evaluation is not None
+    remarks = _remark_on_requirements(BACKENDS_GROUP, job.engine.backend, "engine.backend")
+    if generates:
+        remarks += _remark_on_requirements(ROLLOUTS_GROUP, job.rollout.engine, "rollout.engine")
+    sizes = check_model_folder(job.model.path, "model.path")
+    return [*remarks, *check_shared_memory(job, sizes, syncs_weights=generates)]
+
+
+def _remark_on_requirements(group: str, name: str, at: str) -> list[str]:
+    """Look a plugin up without importing it; an unknown name raises.
+
+    What it lacks is a remark, not an error: a laptop without the plugin's framework may check a cluster's job.
+    """
+    entry = find_plugin(group, name, at)
+    return [f"{at}={name}: {describe(entry)} cannot run here yet: {entry.mend}"] if entry.mend else []
+
+
+def _read_evaluation(job: TrainJob | SftJob) -> list[Prompt]:
+    if job.evaluation is None:
+        return []
+    return read_prompts(job.evaluation.prompts, "evaluation.prompts", job.evaluation.num_prompts)
+
+
+def _try_reward(config: RewardConfig, prompts: Sequence[Prompt]) -> None:
+    """Score the ground truth of the first prompt of each data source: reward functions often choose by it."""
+    reward = load_reward(config)
+    firsts: dict[str, Prompt] = {}
+    for prompt in prompts:
+        firsts.setdefault(prompt.data_source, prompt)
+    for prompt in list(firsts.values())[:_MOST_TRIALS]:
+        # The score itself says nothing: many functions expect more around an answer than the bare ground truth.
+        sample_id = f"{prompt.index} of {prompt.data_source}, tried before the start"
+        reward.score(prompt, str(prompt.ground_truth), sample_id)
+
+
+def _remark_on_few(found: int, wanted: int, where: str, what: str) -> list[str]:
+    """Fewer rows than one step takes still train, for the order goes on into the next pass over the file."""
+    if found >= wanted:
+        return []
+    return [f"{where} holds {found} {what}, fewer than the {wanted} of one training step: a step will see some twice"]

@@ -1,0 +1,1 @@
+"""Floor 4: actors around trainer ranks and rollout engines. The only files that import ray."""

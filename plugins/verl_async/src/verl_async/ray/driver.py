@@ -1,0 +1,153 @@
+"""Runs a job on Ray: reads its inputs, starts the actors, runs the loops, saves the model, ends everything."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from verl_async.asynchrony.assembly import Actors, Watchers, assemble_supervised, assemble_training
+from verl_async.asynchrony.inputs import (
+    ModelTexts,
+    read_evaluation_prompts,
+    read_training_examples,
+    read_training_prompts,
+)
+from verl_async.asynchrony.waiting import within
+from verl_async.ray.cluster import ActorNeeds, actor_options, ray_cluster
+from verl_async.ray.rollout import RayRolloutClient
+from verl_async.ray.trainer import RayTrainer
+from verl_async.termination import sigterm_as_interrupt
+from verl_engine.contract.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from verl_async.asynchrony.async_training import AsyncTraining
+    from verl_async.asynchrony.listener import JobListener
+    from verl_async.asynchrony.supervised_training import SupervisedTraining
+    from verl_async.asynchrony.timeline import Timeline
+    from verl_async.config import SftJob, TrainJob
+    from verl_async.report.output_folder import OutputFolder
+
+
+def run_train_job(job: TrainJob, output: OutputFolder, listener: JobListener, timeline: Timeline) -> None:
+    """Run a fully-async RL job to its end and leave the trained model in the output folder.
+
+    Raises:
+        EngineError: why the job could not start or go on; everything that was started is ended.
+        KeyboardInterrupt: after Ctrl-C, once everything is ended.
+    """
+    listener.on_status("reading the prompts")
+    texts = ModelTexts.load(job.model.path)
+    prompts = read_training_prompts(job, texts)
+    held_out = read_evaluation_prompts(job, texts, job.data.max_prompt_tokens)
+    watchers = Watchers(listener, timeline)
+
+    async def run() -> None:
+        async with _actors(job, job.rollout.num_workers, listener) as actors:
+            training = assemble_training(job, texts, prompts, held_out, actors, watchers)
+            await _run_and_save(training, actors, texts, output.model, listener)
+
+    with ray_cluster(job.ray, job.trainer.num_ranks + job.rollout.num_workers), sigterm_as_interrupt():
+        asyncio.run(run())
+
+
+def run_sft_job(job: SftJob, output: OutputFolder, listener: JobListener, timeline: Timeline) -> None:
+    """Run a supervised job to its end; otherwise as `run_train_job`."""
+    listener.on_status("reading the examples")
+    texts = ModelTexts.load(job.model.path)
+    examples = read_training_examples(job, texts)
+    held_out = read_evaluation_prompts(job, texts, job.data.max_tokens)
+    num_rollouts = job.rollout.num_workers if job.evaluation else 0
+    watchers = Watchers(listener, timeline)
+
+    async def run() -> None:
+        async with _actors(job, num_rollouts, listener) as actors:
+            training = assemble_supervised(job, texts, examples, held_out, actors, watchers)
+            await _run_and_save(training, actors, texts, output.model, listener)
+
+    with ray_cluster(job.ray, job.trainer.num_ranks + num_rollouts), sigterm_as_interrupt():
+        asyncio.run(run())
+
+
+@dataclass(frozen=True, slots=True)
+class _RayActors(Actors):
+    """The actors with what only Ray needs to know."""
+
+    trainer: RayTrainer
+    rollouts: list[RayRolloutClient]
+
+
+@asynccontextmanager
+async def _actors(job: TrainJob | SftJob, num_rollouts: int, listener: JobListener) -> AsyncIterator[_RayActors]:
+    """Start trainer ranks and rollout workers; the cluster ends them."""
+    listener.on_status(f"starting {job.trainer.num_ranks} trainer ranks and {num_rollouts} rollout workers")
+    trainer_options, *rollout_options = actor_options(
+        [
+            ActorNeeds("trainer.num_ranks", job.trainer.num_ranks, job.engine.device, job.engine.num_threads),
+            *(
+                [ActorNeeds("rollout.num_workers", num_rollouts, job.rollout.device, job.rollout.num_threads)]
+                if num_rollouts
+                else []
+            ),
+        ]
+    )
+    trainer = RayTrainer(job.engine, job.model.path, job.trainer, trainer_options)
+    rollouts = [
+        RayRolloutClient(index, job.rollout, job.model.path, rollout_options[0]) for index in range(num_rollouts)
+    ]
+    names = ", ".join(client.name for client in rollouts)
+    await asyncio.gather(
+        trainer.start(),
+        within(job.rollout.timeout_s, f"{names} did not all start", asyncio.gather(*(r.start() for r in rollouts))),
+    )
+    if rollouts:
+        await _connect(job, trainer, rollouts)
+    listener.on_status("training")
+    yield _RayActors(trainer, rollouts)
+
+
+async def _connect(job: TrainJob | SftJob, trainer: RayTrainer, rollouts: list[RayRolloutClient]) -> None:
+    """Give trainer and rollout workers shared buffers, where all are on one machine.
+
+    Raises:
+        ConfigError: ``shared_memory`` is asked for, but they are on several machines.
+    """
+    config = job.weight_sync
+    elsewhere = [client.name for client in rollouts if client.node_id != trainer.node_id]
+    if config.transport == "object_store" or (config.transport == "auto" and elsewhere):
+        return
+    if elsewhere:
+        raise ConfigError(
+            f"weight_sync.transport=shared_memory needs all rollout workers on the machine of trainer rank 0, but "
+            f"{', '.join(elsewhere)} are elsewhere; use auto or object_store"
+        )
+    await trainer.plan_weight_buckets(config.bucket_bytes, job.rollout.dtype)
+    await trainer.share_slots(rollouts, config.timeout_s)
+
+
+async def _run_and_save(
+    training: AsyncTraining | SupervisedTraining,
+    actors: _RayActors,
+    texts: ModelTexts,
+    folder: Path,
+    listener: JobListener,
+) -> None:
+    """Train and save; also after Ctrl-C, so that the steps so far are not lost."""
+    try:
+        await training.run()
+    except asyncio.CancelledError:
+        listener.on_status("interrupted: saving the model as it is")
+        await _save(actors, texts, folder)
+        raise
+    listener.on_status("saving the model")
+    await _save(actors, texts, folder)
+    await actors.trainer.close()
+
+
+async def _save(actors: _RayActors, texts: ModelTexts, folder: Path) -> None:
+    await actors.trainer.save_pretrained(folder)
+    texts.save(folder)

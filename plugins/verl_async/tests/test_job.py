@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from plugins.verl_async.tests.job_files import sft_settings, train_settings, write_backend, write_recipe
+from verl_async.job import load_sft_job, load_train_job, resolved
+from verl_engine.contract.errors import ConfigError, UnknownPluginError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(scope="module", autouse=True)
+def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = str(write_backend(tmp_path_factory.mktemp("site")))
+    sys.path.insert(0, folder)
+    yield
+    sys.path.remove(folder)
+    sys.modules.pop("toy_engine_hooks", None)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return write_recipe(tmp_path / "recipe.yaml", train_settings(tmp_path))
+
+
+def _message(recipe: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_train_job(recipe, overrides)
+    return str(caught.value)
+
+
+def test_the_backend_validates_its_own_section(recipe: Path) -> None:
+    job = load_train_job(recipe, ["engine.most_ranks=2"])
+    assert type(job.engine).__name__ == "ToyConfig"
+    assert job.engine.model_dump()["most_ranks"] == 2
+
+
+def test_total_steps_of_rl_are_steps_times_required_batches(recipe: Path) -> None:
+    job = load_train_job(recipe, ["trainer.num_steps=7", "async_training.require_batches=2"])
+    assert job.engine.total_steps == 14
+
+
+def test_total_steps_of_sft_are_its_steps(tmp_path: Path) -> None:
+    job = load_sft_job(write_recipe(tmp_path / "recipe.yaml", sft_settings(tmp_path)))
+    assert job.engine.total_steps == 5
+
+
+def test_total_steps_that_are_given_stay(recipe: Path) -> None:
+    assert load_train_job(recipe, ["engine.total_steps=1000"]).engine.total_steps == 1000
+
+
+def test_a_warm_up_longer_than_the_job_is_refused(recipe: Path) -> None:
+    message = _message(recipe, "engine.warmup_steps=3")
+    assert message == "engine: warmup_steps=3 must be below total_steps=3"
+
+
+def test_paths_are_absolute(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(recipe.parent)
+    monkeypatch.setenv("HOME", str(recipe.parent / "home"))
+    job = load_train_job(Path("recipe.yaml"), ["model.path=model", "data.prompts=~/prompts.jsonl"])
+    assert job.model.path == recipe.parent / "model"
+    assert job.data.prompts == recipe.parent / "home" / "prompts.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("trainer.num_stepz=3", "trainer.num_stepz is not a known key; did you mean trainer.num_steps?"),
+        ("engine.learning_rat=1", "engine.learning_rat is not a known key; did you mean engine.learning_rate?"),
+        ("engine=null", "engine.backend is missing"),
+        ("engine=toy", "engine='toy' must be a section"),
+        ("engine.learning_rate=-1", "engine.learning_rate=-1: must be greater than 0"),
+        ("trainer.num_ranks=8", "engine.most_ranks=4 is below the number of ranks, 8"),
+        ("trainer.num_ranks=3", "sequences do not divide over trainer.num_ranks=3"),
+    ],
+)
+def test_one_fault_is_one_message(recipe: Path, override: str, expected: str) -> None:
+    message = _message(recipe, override)
+    assert expected in message
+    assert "\n" not in message
+
+
+def test_an_unknown_backend_names_the_closest(recipe: Path) -> None:
+    with pytest.raises(UnknownPluginError, match=r"engine\.backend='toi'.*did you mean toy"):
+        load_train_job(recipe, ["engine.backend=toi"])
+
+
+def test_faults_of_all_sections_come_together(recipe: Path) -> None:
+    message = _message(recipe, "engine.eps=0", "trainer.num_steps=0", "rollout.m=3")
+    heading, *problems = message.splitlines()
+    assert heading == "3 problems in the configuration:"
+    assert [problem.split("=")[0].split()[0] for problem in problems] == [
+        "engine.eps",
+        "rollout.m",
+        "trainer.num_steps",
+    ]
+
+
+def test_an_unknown_backend_does_not_hide_other_faults(recipe: Path) -> None:
+    message = _message(recipe, "engine.backend=toi", "trainer.num_steps=0")
+    assert "engine.backend='toi'" in message
+    assert "trainer.num_steps=0" in message
+
+
+def test_a_faulty_length_is_not_blamed_on_the_engine(recipe: Path) -> None:
+    message = _message(recipe, "trainer.num_steps=0", "engine.warmup_steps=100")
+    assert "warmup_steps" not in message
+
+
+_OVERRIDES = st.fixed_dictionaries(
+    {},
+    optional={
+        "engine.learning_rate": st.floats(min_value=1e-12, max_value=1.0),
+        "engine.betas": st.tuples(st.floats(0, 0.999), st.floats(0, 0.999)).map(list),
+        "trainer.num_steps": st.integers(1, 10**9),
+        "trainer.master_port": st.none() | st.integers(1024, 65535),
+        "async_training.staleness_threshold": st.floats(min_value=0, max_value=10),
+        "async_training.partial_rollout": st.booleans(),
+        "reward.function": st.text(alphabet="abc._", min_size=1),
+        "rollout.engine": st.sampled_from(["embedded", "null", "12", "yes", "a: b"]),
+        "data.prompts": st.text(alphabet="abä /#:-'", min_size=1),
+        "evaluation.stop_at_exact_match": st.none() | st.floats(0.001, 1.0),
+    },
+)
+
+
+@given(overrides=_OVERRIDES)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_resolved_job_loads_as_an_equal_job(overrides: dict[str, Any], recipe: Path) -> None:
+    job = load_train_job(recipe, [f"{key}={json.dumps(value)}" for key, value in overrides.items()])
+    config = write_recipe(recipe.with_name("config.yaml"), resolved(job))
+    assert load_train_job(config) == job
+
+
+def test_a_resolved_sft_job_loads_as_an_equal_job(tmp_path: Path) -> None:
+    job = load_sft_job(write_recipe(tmp_path / "recipe.yaml", sft_settings(tmp_path)))
+    assert load_sft_job(write_recipe(tmp_path / "config.yaml", resolved(job))) == job

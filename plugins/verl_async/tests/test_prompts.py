@@ -1,0 +1,196 @@
+"""Reading prompt files."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from verl_async.data.prompts import read_prompts
+from verl_async.errors import DataError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GOOD: dict[str, Any] = {
+    "data_source": "addition",
+    "prompt": [{"role": "user", "content": "1+2="}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "3"},
+    "extra_info": {"split": "train"},
+}
+
+
+def write_jsonl(path: Path, *lines: str | bytes | dict[str, Any]) -> Path:
+    parts = [json.dumps(line) if isinstance(line, dict) else line for line in lines]
+    path.write_bytes(b"".join((part if isinstance(part, bytes) else part.encode()) + b"\n" for part in parts))
+    return path
+
+
+def write_parquet(path: Path, *rows: dict[str, Any]) -> Path:
+    pyarrow.parquet.write_table(pa.Table.from_pylist(list(rows)), path)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_reads_verl_columns(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"prompts{suffix}"
+    (write_jsonl if suffix == ".jsonl" else write_parquet)(path, GOOD, GOOD | {"data_source": "other"})
+    first, second = read_prompts(path, "data.prompts")
+    assert (first.index, first.data_source, first.ground_truth) == (0, "addition", "3")
+    assert first.prompt == [{"role": "user", "content": "1+2="}]
+    assert first.extra_info == {"split": "train"}
+    assert (second.index, second.data_source) == (1, "other")
+
+
+def test_text_prompts_other_ground_truths_and_no_extra_info(tmp_path: Path) -> None:
+    row = {"data_source": "a", "prompt": " 1+2=", "reward_model": {"ground_truth": 3}}
+    (prompt,) = read_prompts(write_jsonl(tmp_path / "p.jsonl", row), "data.prompts")
+    assert prompt.prompt == " 1+2="
+    assert prompt.ground_truth == 3
+    assert prompt.extra_info == {}
+
+
+def test_zero_is_a_ground_truth(tmp_path: Path) -> None:
+    row = GOOD | {"reward_model": {"ground_truth": 0}}
+    assert read_prompts(write_jsonl(tmp_path / "p.jsonl", row), "data.prompts")[0].ground_truth == 0
+
+
+def test_parquet_drops_keys_that_only_other_messages_have(tmp_path: Path) -> None:
+    named = GOOD | {"prompt": [{"role": "user", "content": "hi", "name": "Ada"}, {"role": "user", "content": "hi"}]}
+    (prompt,) = read_prompts(write_parquet(tmp_path / "p.parquet", named), "data.prompts")
+    assert prompt.prompt == named["prompt"]
+
+
+def test_parquet_does_not_load_other_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+    original = pyarrow.parquet.ParquetFile.iter_batches
+
+    def spy(self: object, *, batch_size: int, columns: list[str]) -> object:
+        asked.append(columns)
+        return original(self, batch_size=batch_size, columns=columns)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", spy)
+    read_prompts(write_parquet(tmp_path / "p.parquet", GOOD), "data.prompts")
+    assert asked == [["data_source", "prompt", "reward_model", "extra_info"]]
+
+
+def test_limit_takes_the_first_rows_and_ignores_the_rest(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", GOOD, GOOD, "{broken")
+    assert [prompt.index for prompt in read_prompts(path, "evaluation.prompts", limit=2)] == [0, 1]
+
+
+def test_blank_lines_are_skipped_but_counted(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", "", GOOD, "   ", GOOD)
+    assert [prompt.index for prompt in read_prompts(path, "data.prompts")] == [0, 1]
+    path = write_jsonl(tmp_path / "p.jsonl", "", GOOD, "   ", "{broken")
+    with pytest.raises(DataError, match="line 4: not valid JSON"):
+        read_prompts(path, "data.prompts")
+
+
+def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", b"\xef\xbb\xbf" + json.dumps(GOOD).encode())
+    assert len(read_prompts(path, "data.prompts")) == 1
+
+
+def without(column: str) -> dict[str, Any]:
+    return {key: value for key, value in GOOD.items() if key != column}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{broken", "not valid JSON (Expecting property name"),
+        ("[1]", "the line is [1]; expected one JSON object a line"),
+        ("[" * 100_000, "not valid JSON (maximum recursion"),
+        (b'"\xff"', "not UTF-8 text (invalid start byte at byte 1)"),
+        (without("prompt"), "no column 'prompt'; columns found: data_source, ability, reward_model, extra_info"),
+        (without("data_source"), "no column 'data_source'"),
+        (without("reward_model"), "no column 'reward_model'"),
+        (GOOD | {"data_source": 3}, "data_source is 3; expected a text"),
+        (GOOD | {"data_source": None}, "data_source is null; expected a text"),
+        (GOOD | {"prompt": ""}, "prompt is ''; expected one that is not empty"),
+        (GOOD | {"prompt": []}, "prompt is []; expected one that is not empty"),
+        (GOOD | {"prompt": [{"role": "user", "content": " "}]}, "expected one that is not empty"),
+        (GOOD | {"prompt": 7}, "prompt is 7; expected a text, or a list of messages"),
+        (GOOD | {"prompt": ["hi"]}, "prompt[0] is 'hi'; expected a message"),
+        (GOOD | {"prompt": [{"content": "hi"}]}, "prompt[0].role is null; expected a text such as 'user'"),
+        (GOOD | {"prompt": [{"role": "user"}]}, "prompt[0].content is null; expected a text"),
+        (GOOD | {"reward_model": "3"}, "reward_model is '3'; expected a mapping with ground_truth in it"),
+        (GOOD | {"reward_model": {}}, "reward_model is {}; expected a mapping with ground_truth in it"),
+        (GOOD | {"reward_model": {"ground_truth": None}}, "expected a mapping with ground_truth in it"),
+        (GOOD | {"extra_info": [1]}, "extra_info is [1]; expected a mapping, or nothing"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str | bytes | dict[str, Any], message: str) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", GOOD, line)
+    with pytest.raises(DataError, match=re.escape(f"data.prompts={path}, line 2: ")) as caught:
+        read_prompts(path, "data.prompts")
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 500 + len(str(path))
+
+
+def test_a_bad_parquet_row_is_named(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "p.parquet", GOOD, GOOD, GOOD | {"data_source": None})
+    with pytest.raises(DataError, match=re.escape(f"data.prompts={path}, row 2: data_source is null")):
+        read_prompts(path, "data.prompts")
+
+
+def test_a_missing_parquet_column_names_those_found(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "p.parquet", {"question": "1+2=", "data_source": "a"})
+    with pytest.raises(
+        DataError, match="row 0: no column 'prompt'; columns found: question, data_source; expected 'prom"
+    ):
+        read_prompts(path, "data.prompts")
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    missing = tmp_path / "none.jsonl"
+    with pytest.raises(DataError, match=re.escape(f"data.prompts={missing}: no such file")):
+        read_prompts(missing, "data.prompts")
+    folder = tmp_path / "folder.parquet"
+    folder.mkdir()
+    with pytest.raises(DataError, match="it is a folder"):
+        read_prompts(folder, "data.prompts")
+    with pytest.raises(DataError, match=re.escape("unknown suffix '.csv'; expected a .parquet or .jsonl file")):
+        read_prompts(tmp_path / "p.csv", "data.prompts")
+    broken = tmp_path / "broken.parquet"
+    broken.write_bytes(b"PAR1 but no more")
+    with pytest.raises(DataError, match="not a readable Parquet file after 0 rows") as caught:
+        read_prompts(broken, "data.prompts")
+    assert caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize("content", [b"", b"\n  \n"])
+def test_an_empty_jsonl_file_is_an_error(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(
+        DataError, match="the file holds no rows; expected at least one, with columns data_source, prompt"
+    ):
+        read_prompts(path, "data.prompts")
+
+
+def test_an_empty_parquet_file_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "p.parquet"
+    pyarrow.parquet.write_table(pa.table({"prompt": pa.array([], pa.string())}), path)
+    with pytest.raises(DataError, match="the file holds no rows"):
+        read_prompts(path, "data.prompts")
+
+
+def test_validating_data_imports_no_torch(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "p.parquet", GOOD)
+    code = (
+        "import sys; from pathlib import Path; import verl_async.data.examples, verl_async.data.rewards\n"
+        "from verl_async.data.prompts import read_prompts\n"
+        "assert 'pyarrow' not in sys.modules\n"
+        "read_prompts(Path(sys.argv[1]), 'data.prompts')\n"
+        "assert not {'torch', 'transformers', 'ray', 'pandas'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True)

@@ -1,0 +1,105 @@
+"""The summary's figures, worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from plugins.verl_async.tests.report_jobs import lockstep_spans, sft_job, sft_record, train_job, train_record
+from verl_async.asynchrony.timeline import Span
+from verl_async.report.idle import idle_ratio
+from verl_async.report.record import RunRecord
+from verl_async.report.summary import build_summary
+
+
+def test_idle_ratio_by_hand() -> None:
+    spans = [
+        Span("trainer", "wait for samples", 0.0, 3.0),
+        Span("trainer", "train", 3.0, 7.0),
+        Span("trainer", "sync weights", 7.0, 8.0),
+        Span("trainer", "wait for samples", 8.0, 10.0),
+    ]
+    assert idle_ratio(spans, "trainer") == pytest.approx(0.5)  # busy 4 + 1 of 10 s
+
+
+def test_overlapping_activities_count_once() -> None:
+    spans = [
+        Span("rollouter-0", "generate", 0.0, 6.0),
+        Span("rollouter-0", "score", 4.0, 8.0),
+        Span("rollouter-0", "score", 5.0, 5.5),
+        Span("rollouter-0", "wait for trainer", 8.0, 10.0),
+    ]
+    assert idle_ratio(spans, "rollouter") == pytest.approx(0.2)  # busy 0 to 8 of 10 s
+
+
+def test_time_between_spans_is_idle_and_rollouters_are_averaged() -> None:
+    spans = [
+        Span("rollouter-0", "generate", 0.0, 1.0),
+        Span("rollouter-0", "generate", 3.0, 4.0),
+        Span("rollouter-1", "generate", 0.0, 9.0),
+        Span("trainer", "train", 0.0, 100.0),
+    ]
+    assert idle_ratio(spans, "rollouter") == pytest.approx((0.5 + 0.0) / 2)
+
+
+def test_no_recorded_time_has_no_ratio() -> None:
+    assert idle_ratio([], "trainer") is None
+    assert idle_ratio([Span("trainer", "train", 1.0, 1.0)], "trainer") is None
+
+
+def test_a_finished_run() -> None:
+    summary = build_summary(train_job(4), train_record(4), lockstep_spans(4), status="finished", seconds=12.34567)
+    versions = summary.pop("versions")
+    assert summary == {
+        "status": "finished",
+        "backend": "fsdp2",
+        "exact_match_first": 0.25,
+        "exact_match_last": 0.75,
+        "reward_first": 0.3,
+        "reward_last": 0.8,
+        "measured_on": "evaluations",
+        "seconds": 12.346,
+        "num_steps": 4,
+        "num_steps_planned": 4,
+        "num_steps_skipped": 0,
+        "num_samples": 4 * 2 * 3,
+        "stale_samples": 8,
+        "weight_versions": 4,
+        "trainer_idle_ratio": 0.5,
+        "rollouter_idle_ratio": 0.5,
+    }
+    assert isinstance(versions, dict)
+    assert list(versions) == ["verl-engine-core", "verl-async", "torch", "transformers", "ray"]
+
+
+def test_without_evaluations_the_first_and_last_ten_steps_are_averaged() -> None:
+    summary = build_summary(train_job(40), train_record(30, evaluations=False), [], status="stopped early", seconds=1.0)
+    assert summary["reward_first"] == pytest.approx(0.055)  # mean of 0.01 to 0.10
+    assert summary["reward_last"] == pytest.approx(0.255)  # mean of 0.21 to 0.30
+    assert summary["exact_match_last"] == pytest.approx(0.1275)
+    assert (summary["measured_on"], summary["num_steps"], summary["num_steps_planned"]) == ("training steps", 30, 40)
+
+
+def test_a_run_that_ended_before_its_second_evaluation_has_no_last_figure() -> None:
+    record = RunRecord()
+    record.on_evaluation(0, {"exact_match": 0.25, "reward": 0.3})
+    summary = build_summary(train_job(), record, [], status="interrupted", seconds=1.0)
+    assert (summary["exact_match_first"], summary["exact_match_last"]) == (0.25, None)
+
+
+def test_an_sft_run_has_no_rollout_figures() -> None:
+    summary = build_summary(sft_job(), sft_record(3), [], status="finished", seconds=1.0)
+    assert summary["num_samples"] == 15
+    for name in ("exact_match_first", "reward_last", "stale_samples", "weight_versions", "rollouter_idle_ratio"):
+        assert summary[name] is None
+
+
+def test_figures_that_are_not_finite_keep_the_summary_valid() -> None:
+    record = RunRecord()
+    record.on_step(1, 2, {"reward": math.nan, "step_applied": 0.0, "weight_version": math.inf})
+    record.on_step(2, 2, {"reward": 0.5, "step_applied": 1.0})
+    summary = build_summary(train_job(), record, [], status="failed", seconds=1.0)
+    json.dumps(summary, allow_nan=False)
+    assert (summary["reward_first"], summary["num_steps_skipped"], summary["weight_versions"]) == (0.5, 1, None)

@@ -1,0 +1,94 @@
+"""Rules that keep the code readable; CONTRIBUTING.md gives the reasons."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.repository import PACKAGES, ROOT, python_files, source_files
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+DRAWERS = {"utils.py", "util.py", "helpers.py", "helper.py", "common.py", "misc.py"}
+# Folders of one machine or person have no place in a file that all share.
+MACHINE_PATHS = re.compile(r"(?<![\w.])/(?:root|work|home/\w+)/")
+
+
+def test_there_are_files() -> None:
+    assert len(source_files()) > 20
+
+
+def test_no_file_is_a_drawer() -> None:
+    assert [name(path) for path in python_files() if path.name in DRAWERS] == []
+
+
+def test_no_file_is_too_long() -> None:
+    too_long = {name(path): lines for path in python_files() if (lines := read(path).count("\n")) > MAX_FILE_LINES}
+    assert too_long == {}
+
+
+def test_no_function_is_too_long() -> None:
+    too_long = {
+        f"{name(path)}: {function.name}": lines
+        for path in python_files()
+        for function in functions(path)
+        if (lines := (function.end_lineno or function.lineno) - function.lineno + 1) > MAX_FUNCTION_LINES
+    }
+    assert too_long == {}
+
+
+def test_no_file_names_a_path_of_one_machine() -> None:
+    documents = [path for folder in ("docs", "recipes", "core", "plugins") for path in (ROOT / folder).rglob("*.md")]
+    texts = [*python_files(), *documents, *ROOT.glob("*.md"), *ROOT.glob("recipes/*.yaml")]
+    assert [name(path) for path in texts if MACHINE_PATHS.search(read(path))] == []
+
+
+def test_every_error_says_what_it_means() -> None:
+    errors = [node for path in source_files() for node in classes(path) if node.name.endswith("Error")]
+    assert errors
+    assert [error.name for error in errors if not ast.get_docstring(error)] == []
+
+
+def test_every_error_is_in_the_tree_of_engine_errors() -> None:
+    from verl_engine.testing.ranks import RankError  # a test's own failure, so an AssertionError
+
+    outside = {RankError.__name__, "EngineError"}
+    bases = {node.name: {ast.unparse(base) for base in node.bases} for path in source_files() for node in classes(path)}
+
+    def is_engine_error(name: str) -> bool:
+        return name == "EngineError" or any(is_engine_error(base) for base in bases.get(name, ()))
+
+    errors = [error for error in bases if error.endswith("Error") and error not in outside]
+    assert [error for error in errors if not is_engine_error(error)] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+def test_every_package_is_typed_and_carries_its_licence(package: Path) -> None:
+    assert read(package / "LICENSE") == read(ROOT / "LICENSE")
+    assert (package / "README.md").stat().st_size > 200
+    [source] = (package / "src").iterdir()
+    assert (source / "py.typed").exists()
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    nodes = ast.walk(ast.parse(read(path)))
+    return (node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def classes(path: Path) -> Iterator[ast.ClassDef]:
+    return (node for node in ast.walk(ast.parse(read(path))) if isinstance(node, ast.ClassDef))

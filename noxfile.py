@@ -96,7 +96,7 @@ def dev(session: nox.Session) -> None:
     python = folder / "bin" / "python"
     if not python.exists():
         session.run(sys.executable, "-m", "venv", str(folder))
-    pip = (str(python), "-m", "pip", "install")
+    pip = (str(python), "-m", "pip", "install", "--quiet")
     for arguments in _install_arguments("nox", "towncrier", *TEST_TOOLS, *LINT_TOOLS, *TYPE_TOOLS):
         session.run(*pip, *arguments)
     session.log("Ready. Activate it with:  source .venv/bin/activate")

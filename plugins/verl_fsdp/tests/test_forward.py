@@ -1,0 +1,117 @@
+"""Log-probs: packed and padded micro-batches say what each sequence alone says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import transformers
+
+from plugins.verl_fsdp.tests.driving import Driver
+from plugins.verl_fsdp.tests.reference import load_reference, make_sequences, sequence_log_probs
+from verl_engine.batch.packed import PackedBatch, SegmentRun
+from verl_engine.contract.errors import ModelError
+from verl_engine.testing.ranks import run_ranks
+from verl_fsdp.attention import packed_attention
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from verl_engine.batch.sequence import Sequence
+
+TINY: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+CONFIGS: dict[str, transformers.PreTrainedConfig] = {
+    "qwen3": transformers.Qwen3Config(**TINY, head_dim=8),
+    "qwen2_sliding": transformers.Qwen2Config(
+        **TINY, use_sliding_window=True, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "llama_tied": transformers.LlamaConfig(**TINY, tie_word_embeddings=True),
+    "mistral": transformers.MistralConfig(**TINY, sliding_window=3, head_dim=8),
+    "gemma3": transformers.Gemma3TextConfig(**TINY, head_dim=8, sliding_window=4),
+    "qwen3_moe": transformers.Qwen3MoeConfig(
+        **TINY, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    ),
+}
+
+
+def write_model(folder: Path, kind: str) -> Path:
+    """Write a tiny model of a kind, with weights large enough that attention matters."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind])
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                torch.nn.init.normal_(parameter, std=0.2)
+        model.save_pretrained(folder)
+    return folder
+
+
+def log_probs(rank: int, folder: Path, sequences: list[Sequence], packing: bool) -> list[torch.Tensor]:
+    """Return each sequence's log-probs from one micro-batch."""
+    driver = Driver.create(folder, packing=packing)
+    batch = PackedBatch.from_sequences(sequences)
+    with torch.no_grad():
+        return [part.clone() for part in batch.unpack(driver.engine.forward(batch, 1.0).log_probs)]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("kind", list(CONFIGS))
+def test_log_probs_equal_those_of_each_sequence_alone(tmp_path: Path, kind: str, packing: bool) -> None:
+    folder = write_model(tmp_path / kind, kind)
+    sequences = make_sequences(9)
+    (found,) = run_ranks(log_probs, folder, sequences, packing, world_size=1)
+    model = load_reference(folder)
+    for sequence, part in zip(sequences, found, strict=True):
+        mask = torch.from_numpy(sequence.loss_mask)
+        expected = torch.where(mask, sequence_log_probs(model, sequence), 0.0)
+        torch.testing.assert_close(part, expected, rtol=0, atol=5e-6)
+
+
+def at_temperature(rank: int, folder: Path, temperature: float) -> list[torch.Tensor]:
+    """Return one sequence's log-probs."""
+    batch = PackedBatch.from_sequences(make_sequences(1))
+    return [Driver.create(folder).engine.forward(batch, temperature).log_probs.detach()]
+
+
+@pytest.mark.dist
+def test_temperature_divides_the_logits(model_folder: Path) -> None:
+    (found,) = run_ranks(at_temperature, model_folder, 0.5, world_size=1)
+    (sequence,) = make_sequences(1)
+    ids = torch.from_numpy(sequence.token_ids)
+    logits = load_reference(model_folder)(input_ids=ids[None]).logits[0]
+    expected = (logits / 0.5).log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0]
+    torch.testing.assert_close(found[0][1:], expected, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias"])
+def test_attention_refuses_what_it_would_compute_wrongly(name: str) -> None:
+    heads = torch.zeros(1, 1, 2, 4)
+    settings: dict[str, Any] = {name: 1.0}
+    with pytest.raises(ModelError, match=rf"{name}.*engine.packing=false"):
+        packed_attention(
+            torch.nn.Identity(), heads, heads, heads, None, packed_runs=(SegmentRun(0, 1, 2),), **settings
+        )
+
+
+@pytest.mark.parametrize("content", ["nothing", "garbage"])
+def test_a_folder_without_a_model_is_refused(tmp_path: Path, content: str) -> None:
+    from verl_fsdp.config import Fsdp2Config
+    from verl_fsdp.parallelize import load_model
+
+    if content == "garbage":
+        (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
+    with pytest.raises(ModelError, match="does not hold a causal LM that transformers can load"):
+        load_model(Fsdp2Config(learning_rate=1e-3), tmp_path)

@@ -1,0 +1,111 @@
+"""Staleness 0 with a sync after every step IS synchronous training: the same weights, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from recipes.addition_data import prompt_row, save_model
+from verl_async.algorithms.policy_loss import ClippedPolicyLoss
+from verl_async.asynchrony.batches import RankPlan, build_sequences
+from verl_async.asynchrony.inputs import ModelTexts, read_training_prompts
+from verl_async.asynchrony.prompt_source import PromptSource
+from verl_async.asynchrony.samples import ScoredGroup
+from verl_async.data.tokenization import decode_response
+from verl_async.job import load_train_job
+from verl_async.rollout.embedded import EmbeddedEngine
+from verl_engine.engine.worker import EngineWorker
+from verl_engine.testing.ranks import run_ranks
+
+RECIPE = """
+model: {path: MODEL}
+engine: {backend: fsdp2, learning_rate: 1.0e-3, device: cpu}
+data: {prompts: PROMPTS, seed: 3}
+reward: {function: plus_signs.score}
+rollout: {n: 4, max_response_tokens: 5, max_batch_prompts: 3, device: cpu}
+async_training: {staleness_threshold: 0, trigger_parameter_sync_step: 1, require_batches: 2}
+trainer: {num_steps: 3, mini_batch_size: 4, max_tokens_per_micro_batch: 100}
+"""
+REWARD = """
+def score(data_source, solution_str, ground_truth, extra_info):
+    return solution_str.count("+") + 0.1 * len(solution_str)
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A job on a tiny untrained model whose reward it can earn at once."""
+    import json
+
+    save_model(tmp_path / "model", seed=0)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(prompt_row(a, 97 - a)) + "\n" for a in range(10, 20)), encoding="utf-8")
+    (tmp_path / "plus_signs.py").write_text(REWARD, encoding="utf-8")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        RECIPE.replace("MODEL", str(tmp_path / "model")).replace("PROMPTS", str(prompts)), encoding="utf-8"
+    )
+    return path
+
+
+def train_in_a_plain_loop(rank: int, recipe: Path, folder: Path) -> None:
+    """Generate, score, train, copy the weights; one after the other, no queue and no other process."""
+    sys.path.append(str(recipe.parent))
+    job = load_train_job(recipe, [])
+    texts = ModelTexts.load(job.model.path)
+    source = PromptSource(read_training_prompts(job, texts), job.data.seed, job.data.shuffle)
+    reward = texts.scorer(job.reward).reward
+    rollout = EmbeddedEngine(job.rollout, job.model.path)
+    worker = EngineWorker(job.engine, job.model.path, rank)
+    worker.create()
+    loss = ClippedPolicyLoss(job.algorithm.clip_low, job.algorithm.clip_high)
+    number = 0
+    for step in range(job.trainer.num_steps):
+        groups: list[ScoredGroup] = []
+        for size in (3, 3, 2):  # eight prompts, at most three at a time
+            draws = [source.draw(number + index) for index in range(size)]
+            number += size
+            sampling = texts.sampling(job.rollout)
+            answers = rollout.generate([r for draw in draws for r in draw.requests(4, sampling, job.data.seed)])
+            for index, draw in enumerate(draws):
+                own = answers[4 * index : 4 * index + 4]
+                rewards = [
+                    reward.score(draw.encoded.prompt, decode_response(texts.tokenizer, answer.token_ids), "")
+                    for answer in own
+                ]
+                groups.append(ScoredGroup(draw, tuple(own), tuple(rewards), (False,) * 4, 0))
+        for start in (0, 4):
+            sequences = build_sequences(groups[start : start + 4], job.algorithm)
+            plan = RankPlan.of(sequences, 1, job.trainer.max_tokens_per_micro_batch)
+            worker.train_batch(plan.pick(sequences)[0], loss, job.rollout.temperature)
+        names = [spec.name for spec in worker.engine.weight_specs()]
+        rollout.load_weights(worker.engine.full_weights(names))
+        rollout.commit_weights(step + 1)
+    worker.save_pretrained(folder)
+
+
+def load(folder: Path) -> dict[str, Any]:
+    return dict(transformers.AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_staleness_zero_equals_a_plain_synchronous_loop(recipe: Path, tmp_path: Path) -> None:
+    run_ranks(train_in_a_plain_loop, recipe, tmp_path / "sync", world_size=1)
+    subprocess.run(
+        [sys.executable, "-m", "verl_engine", "train", str(recipe), "--output", str(tmp_path / "async")],
+        check=True,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"},
+    )
+    before, expected, found = load(tmp_path / "model"), load(tmp_path / "sync"), load(tmp_path / "async" / "model")
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert not any(torch.equal(before[name], found[name]) for name in found), "nothing was trained"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -23,6 +23,9 @@ from verl_async.job import load_train_job
 from verl_async.rollout.embedded import EmbeddedEngine
 from verl_engine.engine.worker import EngineWorker
 from verl_engine.testing.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 RECIPE = """
 model: {path: MODEL}
@@ -42,16 +45,12 @@ def score(data_source, solution_str, ground_truth, extra_info):
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     """A job on a tiny untrained model whose reward it can earn at once."""
-    import json
-
     save_model(tmp_path / "model", seed=0)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(prompt_row(a, 97 - a)) + "\n" for a in range(10, 20)), encoding="utf-8")
     (tmp_path / "plus_signs.py").write_text(REWARD, encoding="utf-8")
     path = tmp_path / "recipe.yaml"
-    path.write_text(
-        RECIPE.replace("MODEL", str(tmp_path / "model")).replace("PROMPTS", str(prompts)), encoding="utf-8"
-    )
+    path.write_text(RECIPE.replace("MODEL", str(tmp_path / "model")).replace("PROMPTS", str(prompts)), encoding="utf-8")
     return path
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from plugins.verl_fsdp.tests.reference import weighted_loss
 from verl_engine.batch.packed import PackedBatch
 from verl_engine.engine.train_step import StepReport, train_step
 from verl_engine.host.backend_host import BackendHost
 from verl_fsdp.config import Fsdp2Config
-
-from plugins.verl_fsdp.tests.reference import weighted_loss
 
 if TYPE_CHECKING:
     from pathlib import Path

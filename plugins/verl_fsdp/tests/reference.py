@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 def weighted_loss(output: TokenOutput, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Sum of -weight * log-prob over the loss tokens: linear in what the accumulation must get right."""
     mask = batch.loss_mask
-    loss = -(output.log_probs[mask] * batch.fields["weight"][mask]).sum() if batch.fields else output.log_probs.sum() * 0
+    # An empty micro-batch has no fields.
+    weight = batch.fields["weight"][mask] if batch.fields else 0.0
+    loss = -(output.log_probs[mask] * weight).sum()
     return loss, {"log_prob": output.log_probs.detach().sum()}
 
 

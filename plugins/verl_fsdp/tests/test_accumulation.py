@@ -73,9 +73,8 @@ def count_reductions(rank: int, folder: Path, gradient_sync: str) -> int:
 
     driver = Driver.create(folder, gradient_sync=gradient_sync)
     sequences = make_sequences(NUM_SEQUENCES)
-    with mock.patch.object(
-        _fsdp_param_group, "foreach_reduce", side_effect=_fsdp_param_group.foreach_reduce
-    ) as reductions:
+    original = vars(_fsdp_param_group)["foreach_reduce"]
+    with mock.patch.object(_fsdp_param_group, "foreach_reduce", side_effect=original) as reductions:
         driver.step([sequences[rank + 2 * index : rank + 2 * index + 1] for index in range(4)])
     return reductions.call_count
 
@@ -102,7 +101,8 @@ def gradient_after_failure(rank: int, folder: Path, fail_at: int) -> list[dict[s
             raise RuntimeError("as a user's loss may")
         return weighted_loss(output, batch)  # type: ignore[arg-type]
 
-    halves = take(sequences, [list(range(rank, NUM_SEQUENCES // 2, 2)), list(range(NUM_SEQUENCES // 2 + rank, NUM_SEQUENCES, 2))])
+    own = list(range(rank, NUM_SEQUENCES, 2))
+    halves = take(sequences, [own[:3], own[3:]])
     with pytest.raises(RuntimeError, match="as a user's loss may"):
         driver.step(halves, failing_loss)  # type: ignore[arg-type]
     return [driver.gradient(halves)]

@@ -40,9 +40,7 @@ CONFIGS: dict[str, transformers.PreTrainedConfig] = {
     "llama_tied": transformers.LlamaConfig(**TINY, tie_word_embeddings=True),
     "mistral": transformers.MistralConfig(**TINY, sliding_window=3, head_dim=8),
     "gemma3": transformers.Gemma3TextConfig(**TINY, head_dim=8, sliding_window=4),
-    "qwen3_moe": transformers.Qwen3MoeConfig(
-        **TINY, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
-    ),
+    "qwen3_moe": transformers.Qwen3MoeConfig(**TINY, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
 }
 
 
@@ -58,7 +56,7 @@ def write_model(folder: Path, kind: str) -> Path:
     return folder
 
 
-def log_probs(rank: int, folder: Path, sequences: list[Sequence], packing: bool) -> list[torch.Tensor]:
+def log_probs(_rank: int, folder: Path, sequences: list[Sequence], packing: bool) -> list[torch.Tensor]:
     """Return each sequence's log-probs from one micro-batch."""
     driver = Driver.create(folder, packing=packing)
     batch = PackedBatch.from_sequences(sequences)
@@ -80,7 +78,7 @@ def test_log_probs_equal_those_of_each_sequence_alone(tmp_path: Path, kind: str,
         torch.testing.assert_close(part, expected, rtol=0, atol=5e-6)
 
 
-def at_temperature(rank: int, folder: Path, temperature: float) -> list[torch.Tensor]:
+def at_temperature(_rank: int, folder: Path, temperature: float) -> list[torch.Tensor]:
     """Return one sequence's log-probs."""
     batch = PackedBatch.from_sequences(make_sequences(1))
     return [Driver.create(folder).engine.forward(batch, temperature).log_probs.detach()]
@@ -101,9 +99,7 @@ def test_attention_refuses_what_it_would_compute_wrongly(name: str) -> None:
     heads = torch.zeros(1, 1, 2, 4)
     settings: dict[str, Any] = {name: 1.0}
     with pytest.raises(ModelError, match=rf"{name}.*engine.packing=false"):
-        packed_attention(
-            torch.nn.Identity(), heads, heads, heads, None, packed_runs=(SegmentRun(0, 1, 2),), **settings
-        )
+        packed_attention(torch.nn.Identity(), heads, heads, heads, None, packed_runs=(SegmentRun(0, 1, 2),), **settings)
 
 
 @pytest.mark.parametrize("content", ["nothing", "garbage"])

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from verl_engine.contract.errors import BatchError
 
 if TYPE_CHECKING:
+    import numpy as np
     import numpy.typing as npt
 
 

@@ -38,8 +38,8 @@ class LossFn(Protocol):
         """Compute the loss of one micro-batch.
 
         Returns:
-            The SUM over the micro-batch's loss tokens (scalar float32, with gradient through ``output``), and metrics by
-            name, each a SUM over the same tokens (scalars, no gradient). Core divides all of them by the number of
+            The SUM over the micro-batch's loss tokens (scalar float32, with gradient through ``output``), and metrics
+            by name, each a SUM over the same tokens (scalars, no gradient). Core divides all of them by the number of
             loss tokens of the whole global batch.
         """
 
@@ -86,7 +86,7 @@ class Engine(ABC):
         """Forget all gradients, those held back by an unfinished accumulation too."""
 
     @abstractmethod
-    def set_training(self, training: bool) -> None:  # noqa: FBT001
+    def set_training(self, training: bool) -> None:
         """Switch between train and eval mode (dropout and the like)."""
 
     @abstractmethod
@@ -127,7 +127,7 @@ class Engine(ABC):
         for index, batch in enumerate(micro_batches):
             with gradient_sync(index == len(micro_batches) - 1):
                 loss, metrics = loss_fn(self.forward(batch, temperature), batch)
-                (loss * loss_scale).backward()  # type: ignore[no-untyped-call]
+                (loss * loss_scale).backward()
             total += loss.detach()
             for name, value in metrics.items():
                 sums[name] = sums.get(name, torch.zeros_like(total)) + value.detach()

@@ -103,11 +103,13 @@ def _count(engine: Engine, micro_batches: Sequence[PackedBatch]) -> tuple[int, i
     size, rank = engine.data_parallel.size, engine.data_parallel.rank
     if size * squares != total * total or own == 0:
         raise BatchError(
-            f"rank {rank} brings {own} micro-batches, all {size} ranks together {total}; every rank must bring the same "
-            "number, at least one (plan_micro_batches makes such a division)"
+            f"rank {rank} brings {own} micro-batches, all {size} ranks together {total}; every rank must bring the "
+            "same number, at least one (plan_micro_batches makes such a division)"
         )
     if num_loss_tokens == 0:
-        raise BatchError("no token of the global batch is in the loss (loss_mask is False everywhere): nothing to learn")
+        raise BatchError(
+            "no token of the global batch is in the loss (loss_mask is False everywhere); nothing to learn"
+        )
     return num_loss_tokens, num_tokens
 
 

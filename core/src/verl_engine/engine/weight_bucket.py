@@ -12,7 +12,6 @@ from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
 import torch
 
 from verl_engine.contract.errors import WeightsError
@@ -20,6 +19,7 @@ from verl_engine.contract.errors import WeightsError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import numpy as np
     import numpy.typing as npt
 
     from verl_engine.engine.base import Engine, WeightSpec
@@ -53,7 +53,9 @@ class WeightBucket:
     num_bytes: int
 
 
-def plan_buckets(specs: Sequence[WeightSpec], bucket_bytes: int, dtype: torch.dtype | None = None) -> list[WeightBucket]:
+def plan_buckets(
+    specs: Sequence[WeightSpec], bucket_bytes: int, dtype: torch.dtype | None = None
+) -> list[WeightBucket]:
     """Lay weights into buckets in order.
 
     Args:
@@ -98,12 +100,15 @@ def write_bucket(engine: Engine, bucket: WeightBucket, buffer: npt.NDArray[np.ui
         bucket.entries, engine.full_weights([entry.name for entry in bucket.entries]), strict=True
     ):
         _view(flat, entry).copy_(tensor)
-    for entry, start in zip(bucket.entries, [*(entry.offset for entry in bucket.entries[1:]), bucket.num_bytes], strict=True):
-        buffer[entry.offset + entry.num_bytes : start] = 0
-    return zlib.crc32(memoryview(buffer[: bucket.num_bytes]))
+    starts = [entry.offset for entry in bucket.entries]
+    for entry, next_start in zip(bucket.entries, [*starts[1:], bucket.num_bytes], strict=True):
+        buffer[entry.offset + entry.num_bytes : next_start] = 0  # padding counts in the checksum too
+    return zlib.crc32(buffer[: bucket.num_bytes].data)
 
 
-def read_bucket(buffer: npt.NDArray[np.uint8], bucket: WeightBucket, checksum: int) -> Iterator[tuple[str, torch.Tensor]]:
+def read_bucket(
+    buffer: npt.NDArray[np.uint8], bucket: WeightBucket, checksum: int
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Check a bucket's bytes, then yield its tensors as views into the buffer.
 
     Raises:
@@ -111,10 +116,12 @@ def read_bucket(buffer: npt.NDArray[np.uint8], bucket: WeightBucket, checksum: i
     """
     if len(buffer) < bucket.num_bytes:
         raise WeightsError(f"a weight bucket of {bucket.num_bytes} bytes arrived with only {len(buffer)}")
-    found = zlib.crc32(memoryview(buffer[: bucket.num_bytes]))
+    found = zlib.crc32(buffer[: bucket.num_bytes].data)
     if found != checksum:
         names = f"{bucket.entries[0].name} … {bucket.entries[-1].name}"
-        raise WeightsError(f"weight bucket {names} arrived with checksum {found:#010x}, but {checksum:#010x} was written")
+        raise WeightsError(
+            f"weight bucket {names} arrived with checksum {found:#010x}, but {checksum:#010x} was written"
+        )
     flat = torch.from_numpy(buffer)
     for entry in bucket.entries:
         yield entry.name, _view(flat, entry)

@@ -89,8 +89,8 @@ class EngineWorker:
         self._skipped_in_a_row = 0 if report.optimizer.applied else self._skipped_in_a_row + 1
         if self._skipped_in_a_row >= self._config.max_skipped_steps:
             raise TrainingDivergedError(
-                f"the gradient was not finite (norm {report.optimizer.grad_norm}) in {self._skipped_in_a_row} optimizer steps "
-                f"in a row (engine.max_skipped_steps); weights are those before them. Lower engine.learning_rate="
+                f"the gradient was not finite (norm {report.optimizer.grad_norm}) in {self._skipped_in_a_row} "
+                "optimizer steps in a row (engine.max_skipped_steps); weights are those before them. Lower engine.learning_rate="
                 f"{self._config.learning_rate}, or look at the rewards and log-probs of the last batches"
             )
         return report

@@ -45,7 +45,9 @@ def run_ranks(
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         processes = [
             context.Process(
-                target=_rank_main, args=(rank, world_size, f"{folder}/store", timeout_s, writer, function, args), daemon=True
+                target=_rank_main,
+                args=(rank, world_size, f"{folder}/store", timeout_s, writer, function, args),
+                daemon=True,
             )
             for rank, (_, writer) in enumerate(pipes)
         ]
@@ -79,7 +81,7 @@ def _receive(reader: Connection, deadline: float) -> tuple[float, str | None, An
     return answer
 
 
-def _rank_main(  # noqa: PLR0913 - one parameter for each thing that crosses the process boundary
+def _rank_main(
     rank: int,
     world_size: int,
     store: str,

@@ -57,7 +57,8 @@ def packed_attention(  # noqa: PLR0913 - transformers' signature
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise ModelError(
-                f"{type(module).__name__} uses {name}, which packed attention does not compute; set engine.packing=false"
+                f"{type(module).__name__} uses {name}, which packed attention does not compute; set "
+                "engine.packing=false"
             )
     assert attention_mask is None, "packed attention builds no mask and takes none"
     outputs = []
@@ -80,7 +81,8 @@ def packed_attention(  # noqa: PLR0913 - transformers' signature
 
 def _run_view(tensor: torch.Tensor, run: SegmentRun) -> torch.Tensor:
     """View the tokens of a run of [1, heads, T, D] as [S, heads, L, D]."""
-    return tensor[0, :, run.start : run.stop].unflatten(1, (run.num_sequences, run.length)).transpose(0, 1)
+    part: torch.Tensor = tensor[0, :, run.start : run.stop]
+    return part.reshape(part.shape[0], run.num_sequences, run.length, part.shape[2]).transpose(0, 1)
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor:

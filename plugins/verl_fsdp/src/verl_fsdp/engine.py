@@ -72,7 +72,8 @@ class Fsdp2Engine(Engine):
         """Clip and step, or skip when the norm is not finite; see ``engine_optimizer_step``."""
         parameters = self.parameters.values()
         norm = grad_norm(parameters, self.data_parallel.group)
-        applied = bool(norm.isfinite())  # tested first: clipping by a norm that is not finite would spoil every gradient
+        # Tested first: clipping by a norm that is not finite would spoil every gradient.
+        applied = bool(norm.isfinite())
         learning_rate = float(self._schedule.get_last_lr()[0])
         if applied:
             clip_gradients(parameters, norm, self.config.max_grad_norm)
@@ -129,8 +130,8 @@ def _adamw(parameters: dict[str, torch.nn.Parameter], config: Fsdp2Config, devic
     """Build AdamW; vectors (norms and biases) are spared weight decay."""
     trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
     groups = [
-        {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
+        {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [parameter for parameter in trained if parameter.ndim <= 1], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],

@@ -43,7 +43,7 @@ def forget_gradients(model: FSDPModule, parameters: Iterable[torch.nn.Parameter]
 
 
 def recover_from_abandoned_pass(model: FSDPModule) -> None:
-    """Bring fully_shard's bookkeeping back to where a forward may begin, after an exception between forward and backward."""
+    """Bring fully_shard's bookkeeping back to where a forward may begin, after an exception in the middle of a pass."""
     # Newer releases of torch have a call for it; in older ones the next forward of the root does the same.
     reset = getattr(model, "reset_iter_state", None)
     if reset is not None:
@@ -63,7 +63,7 @@ def grad_norm(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup
     Collectives: one all-reduce over `group`, also where this rank holds no gradient.
     """
     shards = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    norms = torch._foreach_norm([shard for shard in shards if shard.numel()])
+    norms = torch._foreach_norm([shard for shard in shards if shard.numel()])  # noqa: SLF001 - torch has no public name
     device = shards[0].device if shards else torch.device("cpu")
     squares = torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
     if dist.get_world_size(group) > 1:
@@ -72,7 +72,7 @@ def grad_norm(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup
 
 
 def clip_gradients(parameters: Iterable[torch.nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
-    """Scale all gradients down so that their norm, given, is at most `max_norm`; as torch's ``clip_grad_norm_`` does."""
+    """Scale all gradients down so that their norm, given, is at most `max_norm`; as torch's ``clip_grad_norm_``."""
     shards = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if shards:
         torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
@@ -92,9 +92,9 @@ def _fsdp_modules(model: FSDPModule) -> Iterator[FSDPModule]:
 def _fsdp_params(model: FSDPModule) -> Iterator[Any]:
     """Yield fully_shard's private record of each parameter."""
     for module in _fsdp_modules(model):
-        state = module._get_fsdp_state()
+        state = module._get_fsdp_state()  # noqa: SLF001 - what holds back gradients has no public access
         # torch 2.13 keeps a list of groups, earlier releases one.
         groups = getattr(state, "_fsdp_param_groups", None)
-        for group in [state._fsdp_param_group] if groups is None else groups:
+        for group in [state._fsdp_param_group] if groups is None else groups:  # noqa: SLF001
             if group is not None:
                 yield from group.fsdp_params

@@ -37,9 +37,7 @@ def engine_gradient_sync(engine: Fsdp2Engine, is_last_micro_batch: bool) -> Abst
     """Hold gradients back until the last micro-batch, unless ``gradient_sync`` says otherwise."""
     from verl_fsdp.gradients import gradient_sync
 
-    return gradient_sync(
-        engine.model, reduce=is_last_micro_batch or engine.config.gradient_sync == "every_micro_batch"
-    )
+    return gradient_sync(engine.model, reduce=is_last_micro_batch or engine.config.gradient_sync == "every_micro_batch")
 
 
 @hookimpl

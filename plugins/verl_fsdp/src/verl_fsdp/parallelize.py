@@ -34,7 +34,9 @@ def load_model(config: Fsdp2Config, model_folder: Path) -> PreTrainedModel:
             local_files_only=True,
         )
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model folder {model_folder} does not hold a causal LM that transformers can load: {error}") from error
+        raise ModelError(
+            f"model folder {model_folder} does not hold a causal LM that transformers can load: {error}"
+        ) from error
     return cast("PreTrainedModel", model)
 
 
@@ -55,10 +57,11 @@ def _blocks(model: PreTrainedModel) -> list[torch.nn.Module]:
     Raises:
         ModelError: the model names none.
     """
-    names = set(cast("Any", model)._no_split_modules or ())
+    names = set(cast("Any", model)._no_split_modules or ())  # noqa: SLF001 - transformers' own convention
     blocks = [module for module in model.modules() if type(module).__name__ in names]
     if not blocks:
         raise ModelError(
-            f"{type(model).__name__} names no block to shard (_no_split_modules={sorted(names)}); fsdp2 needs a model that does"
+            f"{type(model).__name__} names no block to shard (_no_split_modules={sorted(names)}); fsdp2 needs a model "
+            "that does"
         )
     return blocks

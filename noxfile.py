@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent
 CONSTRAINTS = "constraints/cpu.txt"
 TORCH = "torch==2.13.0"
-# PyPI's torch for Linux brings 3 GB of CUDA libraries; this index has the same release for CPUs.
-CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 PACKAGES = ("core", "plugins/verl_fsdp", "plugins/verl_async")
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 LINT_TOOLS = ("ruff", "import-linter")
@@ -96,9 +94,8 @@ def dev(session: nox.Session) -> None:
     python = folder / "bin" / "python"
     if not python.exists():
         session.run(sys.executable, "-m", "venv", str(folder))
-    pip = (str(python), "-m", "pip", "install", "--quiet")
-    for arguments in _install_arguments("nox", "towncrier", *TEST_TOOLS, *LINT_TOOLS, *TYPE_TOOLS):
-        session.run(*pip, *arguments)
+    tools = ("nox", "towncrier", *TEST_TOOLS, *LINT_TOOLS, *TYPE_TOOLS)
+    session.run(str(python), "-m", "pip", "install", "--quiet", *_install_arguments(*tools))
     session.log("Ready. Activate it with:  source .venv/bin/activate")
 
 
@@ -139,21 +136,17 @@ def real_model(session: nox.Session) -> None:
 
 def _install(session: nox.Session, *tools: str) -> None:
     """Install the packages, editable, and the tools that a session needs."""
-
-    def install() -> None:
-        for arguments in _install_arguments(*tools):
-            session.install(*arguments)
-
-    _install_once(session, install, *tools)
+    _install_once(session, lambda: session.install(*_install_arguments(*tools)), *tools)
 
 
-def _install_arguments(*tools: str) -> list[tuple[str, ...]]:
-    """Arguments of the two calls of pip: torch for CPUs first and alone; nothing asks for another build after it."""
-    editable = [argument for package in PACKAGES for argument in ("-e", f"./{package}")]
-    return [
-        ("--no-deps", "--retries", "1", "--extra-index-url", CPU_TORCH_INDEX, TORCH),
-        ("-c", CONSTRAINTS, TORCH, *editable, *tools),
-    ]
+def _install_arguments(*tools: str) -> tuple[str, ...]:
+    """What pip installs: the packages, editable, and tools, at the versions that CI knows.
+
+    PyPI's torch for Linux brings 3 GB of CUDA libraries. Who sets PIP_EXTRA_INDEX_URL to PyTorch's index of CPU builds
+    is spared them.
+    """
+    editable = (argument for package in PACKAGES for argument in ("-e", f"./{package}"))
+    return ("-c", CONSTRAINTS, TORCH, *editable, *tools)
 
 
 def _install_once(session: nox.Session, install: Callable[[], None], *tools: str) -> None:

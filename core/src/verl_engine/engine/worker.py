@@ -91,7 +91,8 @@ class EngineWorker:
             raise TrainingDivergedError(
                 f"the gradient was not finite (norm {report.optimizer.grad_norm}) in {self._skipped_in_a_row} "
                 "optimizer steps in a row (engine.max_skipped_steps); weights are those before them. Lower "
-                f"engine.learning_rate={self._config.learning_rate}, or look at the rewards and log-probs of the last batches"
+                f"engine.learning_rate={self._config.learning_rate}, or look at the rewards and log-probs of the last "
+                "batches"
             )
         return report
 

@@ -2,25 +2,62 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
 
 from verl_engine.contract.markers import PLUGIN_API_VERSION
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from verl_engine.contract.engine_config import EngineConfig
+
+
+FEATURES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "multi_rank": "runs on more than one data-parallel rank",
+        "packed_batches": "runs sequences of all lengths laid end to end, without mixing them",
+        "bf16": "computes in bfloat16, with float32 gradient accumulation and master weights",
+        "every_micro_batch_sync": "can reduce gradients at each micro-batch instead of the last one only",
+        "snapshots": "copies its weights to the CPU and restores them",
+        "offload": "moves to the CPU and back",
+        "weight_import": "takes whole weights under Hugging Face names",
+        "checkpoints": "saves and resumes all its state",
+        "resharding": "resumes on another number of ranks",
+    }
+)
+"""What an engine may be unable to do. All else is required of every backend."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine can do. A feature that is False is refused by name, never ignored."""
+    """Which features a backend lacks, and why. What is not named here it has, and the conformance kit proves it."""
 
-    packed_batches: bool = True
-    """Runs variable-length sequences packed into one row, without mixing them."""
-    multi_rank: bool = True
-    """Runs on more than one data-parallel rank."""
-    bf16: bool = True
-    """Computes in bfloat16 with float32 gradient reduction and float32 master weights."""
+    gaps: Mapping[str, str] = field(default_factory=dict)
+    """Reason for each missing one of `FEATURES`; shown wherever the feature is asked for."""
+
+    def __post_init__(self) -> None:
+        """Check the names.
+
+        Raises:
+            ValueError: a name is not one of `FEATURES`.
+        """
+        unknown = sorted(self.gaps.keys() - FEATURES.keys())
+        if unknown:
+            raise ValueError(f"gaps names unknown features {unknown}; they are {sorted(FEATURES)}")
+
+
+@dataclass(frozen=True, slots=True)
+class PatchPromise:
+    """A name that ``engine_prepare_process`` replaces. The host checks afterwards that it did."""
+
+    target: str
+    """``module:attribute`` or ``module:Class.method``, such as ``megatron.core.optimizer:Adam``."""
+    reason: str
+    """Why the original will not do, in a sentence; shown by ``verl-engine doctor --patches``."""
+    kept_by: tuple[str, ...] = ()
+    """Modules that hold the original on purpose, with all below them; elsewhere it is a stale alias, an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +70,18 @@ class BackendSpec:
     """Validates the job's ``engine`` section."""
     devices: tuple[str, ...]
     """Device kinds it runs on: ``cpu``, ``cuda``, ``npu``."""
-    capabilities: Capabilities = Capabilities()
+    capabilities: Capabilities = field(default_factory=Capabilities)
     plugin_api_version: int = PLUGIN_API_VERSION
     """The version of the plugin API that it was written for: write the number out."""
+    must_precede: tuple[str, ...] = ()
+    """Modules, with all below them, that nobody may have imported before ``engine_prepare_process`` runs, such as
+    ``megatron``. A process in which one is there already is refused."""
+    patches: tuple[PatchPromise, ...] | Callable[[Any], tuple[PatchPromise, ...]] = ()
+    """What preparation promises to replace: a tuple, or a function of the config where it depends on that."""
+    process_settings: tuple[str, ...] | None = None
+    """Fields of the config that preparation reads. Two roles in one process must agree on these, and on no others. By
+    default on all."""
+
+    def promised_patches(self, config: EngineConfig) -> tuple[PatchPromise, ...]:
+        """Say what preparation replaces under this config."""
+        return self.patches(config) if callable(self.patches) else self.patches

@@ -20,6 +20,9 @@ class EngineConfig(StrictModel):
     """CPU threads of each rank. One by default: ranks that share cores slow each other down tenfold with more."""
     seed: int = Field(default=0, ge=0)
     """Seeds each rank's random numbers (dropout and the like)."""
+    observers: tuple[str, ...] = ()
+    """Observers to wrap around the engine's hooks, by name, the last one outermost; ``timing`` adds the time that each
+    hook takes to the metrics. None is imported unless it is named here."""
 
     learning_rate: float = Field(gt=0)
     """Peak learning rate of AdamW."""
@@ -46,6 +49,8 @@ class EngineConfig(StrictModel):
     def _check(self) -> EngineConfig:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas={self.betas} must both be in [0, 1)")
+        if len(set(self.observers)) < len(self.observers):
+            raise ValueError(f"observers={list(self.observers)} names one twice; name each once")
         if self.total_steps is not None and self.warmup_steps >= self.total_steps:
             raise ValueError(f"warmup_steps={self.warmup_steps} must be below total_steps={self.total_steps}")
         return self

@@ -36,8 +36,24 @@ class HookError(PluginError):
     """A plugin's hooks do not fit the hookspecs, or required ones are missing."""
 
 
+class ImportOrderError(PluginError):
+    """A module was imported before the backend could prepare the process for it, or the process is not prepared."""
+
+
+class PatchError(PluginError):
+    """A patch that preparation promises did not take, or somebody still holds the original."""
+
+
+class PreparationConflictError(PluginError):
+    """The process was prepared already, with other settings or for a backend that this one cannot live with."""
+
+
 class ModelError(EngineError):
     """A model folder is missing, incomplete or of a kind that the engine cannot run."""
+
+
+class UnsupportedError(EngineError):
+    """The chosen backend says that it cannot do what was asked; the message gives its reason."""
 
 
 class BatchError(EngineError, ValueError):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from verl_engine.contract.engine_config import EngineConfig
     from verl_engine.contract.optimizer_step import OptimizerStep
     from verl_engine.engine.base import Engine
+    from verl_engine.engine.snapshots import WeightSnapshot
 
 
 @hookspec
@@ -74,4 +75,35 @@ def engine_optimizer_step(engine: Engine) -> OptimizerStep:  # type: ignore[empt
     Returns:
         What the step did; equal on every rank.
     Collectives: all-reduces of the squared norm.
+    """
+
+
+@hookspec(firstresult=True)
+def engine_copy_weights_to_cpu(engine: Engine, snapshot: WeightSnapshot) -> WeightSnapshot:  # type: ignore[empty-body]
+    """Copy this rank's weights into storage that nothing else uses.
+
+    When and where: between optimizer steps, on every rank. Required, unless the backend declares the gap ``snapshots``.
+
+    Args:
+        engine: what ``engine_create`` returned.
+        snapshot: fill it with ``snapshot.store(names_and_tensors)``: this rank's shards of all parameters that are
+            trained, and all buffers. The copy is the snapshot's own, whatever device the tensors are on.
+    Returns:
+        `snapshot`.
+    Collectives: none.
+    """
+
+
+@hookspec(firstresult=True)
+def engine_restore_weights_from_cpu(engine: Engine, snapshot: WeightSnapshot) -> bool:  # type: ignore[empty-body]
+    """Put the weights of a snapshot back in force; optimizer and schedule stay as they are.
+
+    When and where: between optimizer steps, on every rank. Required, unless the backend declares the gap ``snapshots``.
+
+    Args:
+        engine: what ``engine_create`` returned.
+        snapshot: was filled by this engine; copy from it with ``snapshot.copy_into(names_and_tensors)``.
+    Returns:
+        True, so that the call is known to be answered.
+    Collectives: none.
     """

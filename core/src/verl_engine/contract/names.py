@@ -10,6 +10,7 @@ PLUGIN_API_VERSION: Final = 1
 
 BACKENDS_GROUP: Final = "verl_engine.backends"
 COMMANDS_GROUP: Final = "verl_engine.commands"
+OBSERVERS_GROUP: Final = "verl_engine.observers"
 
 API_KEYWORD: Final = "verl-engine-api-"
 """A plugin's pyproject says ``keywords = ["verl-engine-api-1", …]``, so that its API version is known unimported."""

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from verl_engine.contract.errors import UnsupportedError
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -106,6 +108,37 @@ class Engine(ABC):
 
         Collectives: as `full_weights`.
         """
+
+    def load_full_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:  # noqa: ARG002 - for overriding
+        """Take whole weights, named as `full_weights` yields them, on every rank; all of them, in any order.
+
+        Feature ``weight_import``. Raises:
+            WeightsError: a name or shape that the engine does not have, or a weight that is missing.
+        Collectives: may have some a weight.
+        """
+        raise self._unsupported("weight_import")
+
+    def move(self, *, to_cpu: bool) -> None:  # noqa: ARG002 - for overriding
+        """Move parameters and optimizer state to the CPU, freeing the device, or back to it. Feature ``offload``."""
+        raise self._unsupported("offload")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that training goes on from: weights, optimizer, schedule.
+
+        Feature ``checkpoints``. Tensors may be live, and sharded ones are DTensors: torch's distributed checkpoints
+        write what each rank has, and fill the same structure in place when they load.
+        """
+        raise self._unsupported("checkpoints")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: ARG002 - for overriding
+        """Take a state as `state_dict` returns it, with other values. Feature ``checkpoints``."""
+        raise self._unsupported("checkpoints")
+
+    def _unsupported(self, feature: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"engine backend {self.config.backend!r} lacks {feature!r}: it does not override the method, so its "
+            "BackendSpec must declare the gap"
+        )
 
     def forward_backward(
         self,

@@ -14,7 +14,9 @@ import torch.distributed as dist
 
 from verl_engine.batch.packed import PackedBatch
 from verl_engine.contract.errors import TrainingDivergedError
+from verl_engine.engine.checkpoint import load_checkpoint, save_checkpoint
 from verl_engine.engine.device import Device
+from verl_engine.engine.snapshots import Snapshots
 from verl_engine.engine.train_step import StepReport, train_step
 from verl_engine.engine.weight_bucket import WeightBucket, plan_buckets, write_bucket
 from verl_engine.host.backend_host import BackendHost
@@ -41,8 +43,11 @@ class EngineWorker:
         self._rank = rank
         self._world_size = world_size
         self._host = BackendHost.load(config.backend)
+        if world_size > 1:
+            self._host.require("multi_rank")
         self._engine: Engine | None = None
         self._skipped_in_a_row = 0
+        self._snapshots: Snapshots | None = None
 
     def prepare(self, init_method: str, timeout_s: float = 600.0) -> None:
         """Make the process ready, then join the process group.
@@ -117,6 +122,28 @@ class EngineWorker:
                 results.append([part.numpy().copy() for part in batch.unpack(log_probs)][: len(sequences)])
         return results
 
+    def save_model_to_cpu(self, tag: int | str) -> None:
+        """Keep the weights in force aside under a tag; see `Snapshots.save`."""
+        self._snapshots_of_engine().save(str(tag))
+
+    def restore_model_from_cpu(self, tag: int | str) -> None:
+        """Put the weights of a tag back in force; see `Snapshots.restore`."""
+        self._snapshots_of_engine().restore(str(tag))
+
+    def clear_cpu_model(self, tag: int | str) -> None:
+        """Forget a tag; see `Snapshots.drop`."""
+        self._snapshots_of_engine().drop(str(tag))
+
+    def save_checkpoint(self, folder: Path) -> None:
+        """Write all state; see `save_checkpoint`."""
+        self._host.require("checkpoints")
+        save_checkpoint(self.engine, folder)
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Resume from what `save_checkpoint` wrote."""
+        self._host.require("checkpoints")
+        load_checkpoint(self.engine, folder)
+
     def plan_weight_buckets(self, bucket_bytes: int, dtype: str | None = None) -> list[WeightBucket]:
         """Plan the export of all weights; the same on every rank. See `plan_buckets`."""
         return plan_buckets(self.engine.weight_specs(), bucket_bytes, getattr(torch, dtype) if dtype else None)
@@ -129,8 +156,13 @@ class EngineWorker:
         """Write a Hugging Face folder; every rank calls it, the first writes."""
         self.engine.save_pretrained(folder)
 
+    def _snapshots_of_engine(self) -> Snapshots:
+        if self._snapshots is None:
+            self._snapshots = Snapshots(self._host, self.engine)
+        return self._snapshots
+
     def close(self) -> None:
         """Leave the process group. Harmless when called twice."""
-        self._engine = None
+        self._engine = self._snapshots = None
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 from verl_engine.contract.optimizer_step import OptimizerStep
@@ -17,10 +18,10 @@ from verl_engine.engine.device import Device
 from verl_engine.engine.lr_schedule import lr_multiplier
 from verl_fsdp.gradients import clip_gradients, forget_gradients, grad_norm, recover_from_abandoned_pass
 from verl_fsdp.parallelize import load_model, shard
-from verl_fsdp.weights import full_weights, save_pretrained, weight_specs
+from verl_fsdp.weights import full_weights, load_full_weights, local_tensors, save_pretrained, weight_specs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from verl_engine.batch.packed import PackedBatch
@@ -81,6 +82,48 @@ class Fsdp2Engine(Engine):
             self._schedule.step()
         forget_gradients(self.model, parameters)
         return OptimizerStep(grad_norm=float(norm), applied=applied, learning_rate=learning_rate)
+
+    def local_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield this rank's live shards of what is trained, and all buffers."""
+        self.model.reshard()
+        trained = ((name, parameter) for name, parameter in self.parameters.items() if parameter.requires_grad)
+        return local_tensors((*trained, *self._transformer.named_buffers()))
+
+    def load_full_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take whole weights; see the base class."""
+        load_full_weights(self._transformer, self.parameters, weights)
+
+    def move(self, *, to_cpu: bool) -> None:
+        """Move parameters and optimizer state; see the base class."""
+        self.model.reshard()
+        target = torch.device("cpu") if to_cpu else self.device.torch_device
+        torch.nn.Module.to(self._transformer, target)
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.ndim:  # AdamW's step counters stay where they are
+                    state[name] = value.to(target)
+        self.device.synchronize()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that training goes on from; see the base class."""
+        self.model.reshard()
+        fresh = not self.optimizer.state
+        model, optimizer = get_state_dict(self._transformer, self.optimizer)
+        if fresh:
+            # torch makes the state of an optimizer that never stepped by a step without effect, but counts it.
+            for state in self.optimizer.state.values():
+                state["step"].zero_()
+        return {"model": model, "optimizer": optimizer, "schedule": self._schedule.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take such a state; see the base class."""
+        set_state_dict(
+            self._transformer,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        self._schedule.load_state_dict(state["schedule"])
 
     def weight_specs(self) -> list[WeightSpec]:
         """List the exported weights."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from verl_engine.contract.backend import BackendSpec, Capabilities
+from verl_engine.contract.backend import BackendSpec
 from verl_engine.contract.markers import hookimpl
 from verl_fsdp.config import Fsdp2Config
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from verl_engine.contract.optimizer_step import OptimizerStep
+    from verl_engine.engine.snapshots import WeightSnapshot
     from verl_fsdp.engine import Fsdp2Engine
 
 SPEC = BackendSpec(
     name="fsdp2",
     config_class=Fsdp2Config,
     devices=("cpu", "cuda", "npu"),
-    capabilities=Capabilities(packed_batches=True, multi_rank=True, bf16=True),
     plugin_api_version=1,
 )
 
@@ -44,3 +44,16 @@ def engine_gradient_sync(engine: Fsdp2Engine, is_last_micro_batch: bool) -> Abst
 def engine_optimizer_step(engine: Fsdp2Engine) -> OptimizerStep:
     """Clip, and step or skip on all ranks alike."""
     return engine.optimizer_step()
+
+
+@hookimpl
+def engine_copy_weights_to_cpu(engine: Fsdp2Engine, snapshot: WeightSnapshot) -> WeightSnapshot:
+    """Copy this rank's shards."""
+    return snapshot.store(engine.local_weights())
+
+
+@hookimpl
+def engine_restore_weights_from_cpu(engine: Fsdp2Engine, snapshot: WeightSnapshot) -> bool:
+    """Copy this rank's shards back."""
+    snapshot.copy_into(engine.local_weights())
+    return True

@@ -6,12 +6,13 @@ import shutil
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from verl_engine.contract.errors import WeightsError
 from verl_engine.engine.base import WeightSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -33,6 +34,37 @@ def full_weights(
     for name in names:
         tensor = exported[name].detach()
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield this rank's shard of each tensor, live and detached."""
+    for name, tensor in named:
+        live = tensor.detach()
+        yield name, live.to_local() if isinstance(live, DTensor) else live
+
+
+def load_full_weights(
+    model: PreTrainedModel, parameters: Mapping[str, torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """Copy whole weights into the shards, in place; each rank keeps its own part.
+
+    Raises:
+        WeightsError: a name or shape that the model does not have, or a weight that is missing.
+    Collectives: a scatter from the first rank for each sharded weight.
+    """
+    missing = _exported(model, parameters)
+    for name, whole in weights:
+        own = missing.pop(name, None)
+        if own is None or own.shape != whole.shape:
+            found = "no such weight, or had it already" if own is None else f"shape {tuple(own.shape)}"
+            raise WeightsError(f"weight {name} of shape {tuple(whole.shape)} does not fit: the model has {found}")
+        live = own.detach()
+        value = whole.to(device=live.device, dtype=live.dtype)
+        if isinstance(live, DTensor):
+            value = distribute_tensor(value, live.device_mesh, live.placements)
+        live.copy_(value)
+    if missing:
+        raise WeightsError(f"{len(missing)} weights are missing: {', '.join(sorted(missing)[:5])}")
 
 
 def save_pretrained(

@@ -102,7 +102,7 @@ def _type_name(annotation: Any) -> str:
     if origin in {Union, types.UnionType}:
         return " or ".join(_type_name(part) for part in arguments)
     if origin is tuple:
-        return f"list of {' and '.join(_type_name(part) for part in arguments)}"
+        return f"list of {' and '.join(_type_name(part) for part in arguments if part is not ...)}"
     names = {bool: "true or false", float: "number", int: "integer", str: "text", Path: "path", types.NoneType: "null"}
     return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
 

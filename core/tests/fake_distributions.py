@@ -9,13 +9,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 HOOKS = """
-from verl_engine import BackendSpec, EngineConfig, OptimizerStep, hookimpl
+from verl_engine import BackendSpec, Capabilities, EngineConfig, OptimizerStep, hookimpl
 from contextlib import nullcontext
 
 class ToyConfig(EngineConfig):
     width: int = 4
 
-SPEC = BackendSpec(name={name!r}, config_class=ToyConfig, devices=("cpu",), plugin_api_version=1)
+SPEC = BackendSpec(
+    name={name!r},
+    config_class=ToyConfig,
+    devices=("cpu",),
+    capabilities=Capabilities(gaps={{"snapshots": "a list has no weights"}}),
+    plugin_api_version=1,
+)
 
 @hookimpl
 def engine_create(config, model_folder, role):

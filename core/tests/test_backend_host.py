@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -9,11 +10,12 @@ from typing import Any, cast
 import pytest
 
 from core.tests.fake_distributions import HOOKS, write_distribution
-from verl_engine import BackendHost, BackendSpec, EngineConfig, OptimizerStep, hookimpl
-from verl_engine.contract.errors import HookError, PluginApiVersionError, UnknownPluginError
+from verl_engine import BackendHost, BackendSpec, Capabilities, EngineConfig, OptimizerStep, PatchPromise, hookimpl
+from verl_engine.contract.errors import HookError, PluginApiVersionError, UnknownPluginError, UnsupportedError
 from verl_engine.contract.names import BACKENDS_GROUP
 
-SPEC = BackendSpec(name="toy", config_class=EngineConfig, devices=("cpu",))
+NO_SNAPSHOTS = Capabilities(gaps={"snapshots": "a list has no weights"})
+SPEC = BackendSpec(name="toy", config_class=EngineConfig, devices=("cpu",), capabilities=NO_SNAPSHOTS)
 CONFIG = EngineConfig(backend="toy", learning_rate=0.1)
 STEP = OptimizerStep(grad_norm=1.0, applied=True, learning_rate=0.1)
 
@@ -67,6 +69,33 @@ def test_each_hook_is_called_through_its_method() -> None:
     assert repr(host) == "<BackendHost of 'toy'>"
 
 
+def test_weights_are_copied_and_restored_through_their_hooks() -> None:
+    @hookimpl
+    def engine_copy_weights_to_cpu(engine: list[object], snapshot: list[object]) -> list[object]:
+        return [*snapshot, *engine]
+
+    @hookimpl
+    def engine_restore_weights_from_cpu(engine: list[object], snapshot: list[object]) -> bool | None:
+        engine[:] = snapshot
+        return True if snapshot else None
+
+    spec = replace(SPEC, capabilities=Capabilities())
+    hooks = {
+        "engine_copy_weights_to_cpu": engine_copy_weights_to_cpu,
+        "engine_restore_weights_from_cpu": engine_restore_weights_from_cpu,
+    }
+    host = BackendHost.from_module(make_module(SPEC=spec, **hooks))
+    engine, snapshot = cast("Any", [1]), cast("Any", [2])
+    assert cast("Any", host.copy_weights_to_cpu(engine, snapshot)) == [2, 1]
+    host.restore_weights_from_cpu(engine, snapshot)
+    assert engine == [2]
+    with pytest.raises(HookError, match="engine_restore_weights_from_cpu of backend 'toy' returned None"):
+        host.restore_weights_from_cpu(engine, cast("Any", []))
+    with pytest.raises(UnsupportedError, match=r"^engine\.backend=toy cannot do 'snapshots': a list has no weights$"):
+        BackendHost.from_module(make_module()).require("snapshots")
+    host.require("snapshots")
+
+
 def test_preparing_the_process_is_optional() -> None:
     BackendHost.from_module(make_module()).prepare_process(CONFIG)
 
@@ -110,6 +139,15 @@ def _engine_optimiser_step(engine: object) -> None:
             {"engine_create": None, "engine_optimizer_step": None},
             "lacks required hooks: engine_create, engine_optimizer_step$",
         ),
+        (
+            {"SPEC": BackendSpec(name="toy", config_class=EngineConfig, devices=("cpu",))},
+            "lacks required hooks: engine_copy_weights_to_cpu, .*; or declare the gap 'snapshots'",
+        ),
+        ({"SPEC": replace(SPEC, must_precede=cast("Any", "megatron"))}, "must_precede='megatron' must be a tuple"),
+        ({"SPEC": replace(SPEC, patches=cast("Any", ("a:b",)))}, "patches holds 'a:b'; write PatchPromise"),
+        ({"SPEC": replace(SPEC, patches=(PatchPromise("a.b", "why"),))}, "patches: 'a.b' names nothing that can be"),
+        ({"SPEC": replace(SPEC, patches=cast("Any", 5))}, "patches=5 must be a tuple"),
+        ({"SPEC": replace(SPEC, process_settings=("width",))}, "process_settings names width, which EngineConfig does"),
         ({"engine_create": _bare}, "lacks required hooks: engine_create; engine_create lacks the @hookimpl decorator"),
         ({"engine_optimizer_step": _engine_optimizer_step_with_a_wrong_argument}, "does not fit .*engin"),
         (

@@ -9,7 +9,7 @@ TYPE_CHECKING = False  # type checkers take it as True, like typing's, whose imp
 if TYPE_CHECKING:
     from verl_engine.batch.packed import PackedBatch
     from verl_engine.batch.sequence import Sequence
-    from verl_engine.contract.backend import BackendSpec, Capabilities
+    from verl_engine.contract.backend import BackendSpec, Capabilities, PatchPromise
     from verl_engine.contract.config_file import read_config, validate
     from verl_engine.contract.engine_config import EngineConfig
     from verl_engine.contract.errors import (
@@ -18,31 +18,41 @@ if TYPE_CHECKING:
         DuplicatePluginError,
         EngineError,
         HookError,
+        ImportOrderError,
         ModelError,
+        PatchError,
         PluginApiVersionError,
         PluginError,
         PluginImportError,
+        PreparationConflictError,
         StuckError,
         TrainingDivergedError,
         UnknownPluginError,
+        UnsupportedError,
         WeightsError,
     )
     from verl_engine.contract.markers import hookimpl
     from verl_engine.contract.names import PLUGIN_API_VERSION
     from verl_engine.contract.optimizer_step import OptimizerStep
     from verl_engine.contract.strict_model import StrictModel
-    from verl_engine.engine.base import Engine, TokenOutput
+    from verl_engine.engine.base import DataParallel, Engine, LossFn, TokenOutput, WeightSpec
+    from verl_engine.engine.device import Device
+    from verl_engine.engine.module_engine import ModuleEngine
+    from verl_engine.engine.snapshots import WeightSnapshot
+    from verl_engine.engine.token_log_probs import token_log_probs
     from verl_engine.engine.worker import EngineWorker
     from verl_engine.host.backend_host import BackendHost
     from verl_engine.host.engine_section import validate_engine_section
+    from verl_engine.host.first_import import patch_on_import
     from verl_engine.host.loading import load_plugin
+    from verl_engine.host.patching import patch
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "batch.packed": ["PackedBatch"],
     "batch.sequence": ["Sequence"],
-    "contract.backend": ["BackendSpec", "Capabilities"],
+    "contract.backend": ["BackendSpec", "Capabilities", "PatchPromise"],
     "contract.config_file": ["read_config", "validate"],
     "contract.engine_config": ["EngineConfig"],
     "contract.errors": [
@@ -51,24 +61,34 @@ _HOMES = {
         "DuplicatePluginError",
         "EngineError",
         "HookError",
+        "ImportOrderError",
         "ModelError",
+        "PatchError",
         "PluginApiVersionError",
         "PluginError",
         "PluginImportError",
+        "PreparationConflictError",
         "StuckError",
         "TrainingDivergedError",
         "UnknownPluginError",
+        "UnsupportedError",
         "WeightsError",
     ],
     "contract.markers": ["hookimpl"],
     "contract.names": ["PLUGIN_API_VERSION"],
     "contract.optimizer_step": ["OptimizerStep"],
     "contract.strict_model": ["StrictModel"],
-    "engine.base": ["Engine", "TokenOutput"],
+    "engine.base": ["DataParallel", "Engine", "LossFn", "TokenOutput", "WeightSpec"],
+    "engine.device": ["Device"],
+    "engine.module_engine": ["ModuleEngine"],
+    "engine.snapshots": ["WeightSnapshot"],
+    "engine.token_log_probs": ["token_log_probs"],
     "engine.worker": ["EngineWorker"],
     "host.backend_host": ["BackendHost"],
     "host.engine_section": ["validate_engine_section"],
+    "host.first_import": ["patch_on_import"],
     "host.loading": ["load_plugin"],
+    "host.patching": ["patch"],
 }
 """Where each public name lives."""
 
@@ -79,29 +99,43 @@ __all__ = [
     "BatchError",
     "Capabilities",
     "ConfigError",
+    "DataParallel",
+    "Device",
     "DuplicatePluginError",
     "Engine",
     "EngineConfig",
     "EngineError",
     "EngineWorker",
     "HookError",
+    "ImportOrderError",
+    "LossFn",
     "ModelError",
+    "ModuleEngine",
     "OptimizerStep",
     "PackedBatch",
+    "PatchError",
+    "PatchPromise",
     "PluginApiVersionError",
     "PluginError",
     "PluginImportError",
+    "PreparationConflictError",
     "Sequence",
     "StrictModel",
     "StuckError",
     "TokenOutput",
     "TrainingDivergedError",
     "UnknownPluginError",
+    "UnsupportedError",
+    "WeightSnapshot",
+    "WeightSpec",
     "WeightsError",
     "__version__",
     "hookimpl",
     "load_plugin",
+    "patch",
+    "patch_on_import",
     "read_config",
+    "token_log_probs",
     "validate",
     "validate_engine_section",
 ]

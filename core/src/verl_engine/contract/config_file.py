@@ -17,7 +17,7 @@ from verl_engine.contract.validation import validate
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["read_config", "validate"]
+__all__ = ["read_config", "read_overrides", "validate"]
 
 
 def read_config(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
@@ -38,6 +38,18 @@ def read_config(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, An
     for override in overrides:
         _apply(data, override)
     return _resolve(data, file)
+
+
+def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
+    """Make a mapping of ``dotted.key=value`` texts alone, as `read_config` reads them.
+
+    Raises:
+        ConfigError: one cannot be applied.
+    """
+    data: dict[str, Any] = {}
+    for override in overrides:
+        _apply(data, override)
+    return data
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:

@@ -2,149 +2,184 @@
 
 from __future__ import annotations
 
-import difflib
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-import pluggy
-
-from verl_engine.contract import hookspecs
-from verl_engine.contract.backend import BackendSpec
-from verl_engine.contract.engine_config import EngineConfig
-from verl_engine.contract.errors import HookError
-from verl_engine.contract.names import BACKENDS_GROUP, PROJECT_NAME
-from verl_engine.host.loading import check_api_version, describe, find_plugin, load_entry
+from verl_engine.contract.errors import HookError, UnsupportedError
+from verl_engine.contract.names import BACKENDS_GROUP
+from verl_engine.host.direct_call import positional_call
+from verl_engine.host.import_guard import prepare, require_preparation
+from verl_engine.host.import_witness import watch_for_imports
+from verl_engine.host.loading import describe, find_plugin, load_entry
+from verl_engine.host.observers import Observer, collect_metrics, load_observer
+from verl_engine.host.process_history import attributing_imports
+from verl_engine.host.registration import new_manager, register_backend, register_observer
+from verl_engine.host.rollback import forgetting_on_failure
+from verl_engine.host.spec_check import checked_spec
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
+    from verl_engine.contract.backend import BackendSpec
+    from verl_engine.contract.engine_config import EngineConfig
     from verl_engine.contract.optimizer_step import OptimizerStep
     from verl_engine.engine.base import Engine
-
-REQUIRED_HOOKS: Final = ("engine_create", "engine_gradient_sync", "engine_optimizer_step")
+    from verl_engine.engine.snapshots import WeightSnapshot
 
 
 class BackendHost:
-    """Holds ONE backend. Two backends in a process, such as actor and reference, are two hosts.
+    """Holds ONE backend, with the observers around it. Two backends in a process are two hosts.
 
-    The inner loop calls hooks thousands of times, so each method keeps its relay, looked up once.
+    The inner loop calls hooks thousands of times, so each method keeps its way to the implementation, looked up once:
+    nothing can be registered later.
     """
 
-    def __init__(self, spec: BackendSpec, manager: pluggy.PluginManager) -> None:
-        """Use `load` or `from_module` instead: they check the backend first."""
+    def __init__(self, backend: object, spec: BackendSpec, label: str, observers: Sequence[Observer] = ()) -> None:
+        """Use `load` or `from_module` instead: they check the backend first.
+
+        Raises:
+            HookError: a hook does not fit its hookspec, a required one is missing, or an observer does more than wrap.
+        """
         self.spec = spec
-        self._manager = manager
+        self.label = label
+        """Names the backend in messages, with its distribution and version."""
+        self._backend = backend
+        self._observers = tuple(observers)
+        watch_for_imports(spec.must_precede)
+        manager = new_manager()
+        register_backend(manager, backend, spec, label)
+        for observer in observers:
+            register_observer(manager, observer)
         self._prepare_process = manager.hook.engine_prepare_process
         self._create = manager.hook.engine_create
-        self._gradient_sync = manager.hook.engine_gradient_sync
-        self._optimizer_step = manager.hook.engine_optimizer_step
+        self._gradient_sync = positional_call(manager.hook.engine_gradient_sync, ("engine", "is_last_micro_batch"))
+        self._optimizer_step = positional_call(manager.hook.engine_optimizer_step, ("engine",))
+        self._copy_weights_to_cpu = manager.hook.engine_copy_weights_to_cpu
+        self._restore_weights_from_cpu = manager.hook.engine_restore_weights_from_cpu
 
     def __repr__(self) -> str:
         """Show the backend's name."""
         return f"<{type(self).__name__} of {self.spec.name!r}>"
 
     @classmethod
-    def load(cls, name: str, at: str = "") -> BackendHost:
-        """Load an installed backend by name; no other one is imported.
+    def load(cls, name: str, at: str = "", observers: Sequence[str] = ()) -> BackendHost:
+        """Load an installed backend by name, and the observers named; no other plugin is imported.
 
         Args:
             name: the entry point's name in the group ``verl_engine.backends``.
             at: dotted path of the config field that chose it; for messages.
+            observers: names in the group ``verl_engine.observers``; the last is outermost.
         Raises:
-            PluginError: it is not installed, cannot be imported, or its hooks do not fit; see `load_entry`.
+            PluginError: one is not installed, cannot be imported, or its hooks do not fit; see `load_entry`. Then what
+                was imported of it is forgotten.
         """
         entry = find_plugin(BACKENDS_GROUP, name, at)
-        return cls.from_module(load_entry(entry), name, describe(entry), entry.distribution)
+        with forgetting_on_failure(entry.module):
+            module = load_entry(entry)
+            spec = checked_spec(module, name, describe(entry), entry.distribution)
+            if not observers:
+                return cls(module, spec, describe(entry))
+        loaded = [load_observer(observer, f"engine.observers[{index}]") for index, observer in enumerate(observers)]
+        return cls(module, spec, describe(entry), loaded)
 
     @classmethod
     def from_module(
-        cls, module: object, name: str | None = None, described: str = "", distribution: str = ""
+        cls, module: object, name: str | None = None, observers: Mapping[str, object] | None = None
     ) -> BackendHost:
         """Check a hooks module and host it.
 
         Args:
             module: holds ``SPEC`` and the hook implementations.
             name: the name that SPEC must have; by default any.
-            described: names the backend in messages.
-            distribution: which one offers it, if any.
+            observers: modules or objects with wrappers, by name.
         Raises:
-            HookError: SPEC is missing or wrong, a hook does not fit its hookspec, or a required one is missing.
+            HookError: SPEC is missing or wrong, or as for the class itself.
             PluginApiVersionError: SPEC was written for another plugin API.
         """
-        label = described or f"backend {getattr(module, '__name__', module)!r}"
-        spec = _checked_spec(module, name, label)
-        check_api_version(label, spec.plugin_api_version, distribution)
-        manager = pluggy.PluginManager(PROJECT_NAME)
-        manager.add_hookspecs(hookspecs)
-        _register(manager, module, spec.name, label)
-        return cls(spec, manager)
+        label = f"backend {getattr(module, '__name__', module)!r}"
+        wrapping = [Observer(key, f"observer {key!r}", plugin) for key, plugin in (observers or {}).items()]
+        return cls(module, checked_spec(module, name, label), label, wrapping)
 
     def prepare_process(self, config: EngineConfig) -> None:
-        """Make this process ready; first thing in a worker, before the backend's framework is imported."""
-        self._prepare_process(config=config)
+        """Make this process ready; first thing in a worker, before the backend's framework is imported.
+
+        Harmless when called again with the same settings, also by another host of the same backend.
+
+        Raises:
+            ImportOrderError: a module that the backend must precede is imported already.
+            PatchError: a promised patch did not take, or somebody still holds an original.
+            PreparationConflictError: the process is prepared with other settings, or for one that patches the same.
+        """
+        if self._has_preparation:
+            prepare(self._backend, self.label, self.spec, config, lambda: self._prepare_process(config=config))
+        else:
+            self._prepare_process(config=config)  # for observers, if any
 
     def create(self, config: EngineConfig, model_folder: Path, role: str) -> Engine:
-        """Build the engine on this rank; every rank calls it."""
-        engine: Engine | None = self._create(config=config, model_folder=model_folder, role=role)
+        """Build the engine on this rank; every rank calls it.
+
+        Raises:
+            ImportOrderError: the backend depends on a preparation, and there was none in this process.
+            PatchError: modules that came in meanwhile hold an original in the place of a promised patch.
+        """
+        preparation = require_preparation(self._backend, self.label, self.spec)
+        with attributing_imports(self.label):
+            engine: Engine | None = self._create(config=config, model_folder=model_folder, role=role)
+        if preparation is not None:
+            preparation.promises.check()
         if engine is None:
             raise self._no_result("engine_create", "an Engine")
         return engine
 
     def gradient_sync(self, engine: Engine, is_last_micro_batch: bool) -> AbstractContextManager[None]:
         """Enclose the forward and backward of one micro-batch."""
-        context: AbstractContextManager[None] | None = self._gradient_sync(
-            engine=engine, is_last_micro_batch=is_last_micro_batch
-        )
+        context: AbstractContextManager[None] | None = self._gradient_sync(engine, is_last_micro_batch)
         if context is None:
             raise self._no_result("engine_gradient_sync", "a context manager")
         return context
 
     def optimizer_step(self, engine: Engine) -> OptimizerStep:
         """Clip, step and zero the gradient; every rank calls it."""
-        step: OptimizerStep | None = self._optimizer_step(engine=engine)
+        step: OptimizerStep | None = self._optimizer_step(engine)
         if step is None:
             raise self._no_result("engine_optimizer_step", "an OptimizerStep")
         return step
 
+    def copy_weights_to_cpu(self, engine: Engine, snapshot: WeightSnapshot) -> WeightSnapshot:
+        """Fill a snapshot with this rank's weights; every rank calls it."""
+        filled: WeightSnapshot | None = self._copy_weights_to_cpu(engine=engine, snapshot=snapshot)
+        if filled is None:
+            raise self._no_result("engine_copy_weights_to_cpu", "the snapshot")
+        return filled
+
+    def restore_weights_from_cpu(self, engine: Engine, snapshot: WeightSnapshot) -> None:
+        """Put a snapshot's weights back in force; every rank calls it."""
+        if not self._restore_weights_from_cpu(engine=engine, snapshot=snapshot):
+            raise self._no_result("engine_restore_weights_from_cpu", "True")
+
+    def require(self, feature: str) -> None:
+        """Refuse what the backend says it cannot do.
+
+        Args:
+            feature: one of `FEATURES`.
+        Raises:
+            UnsupportedError: the backend declares the gap; gives its reason.
+        """
+        reason = self.spec.capabilities.gaps.get(feature)
+        if reason is not None:
+            raise UnsupportedError(f"engine.backend={self.spec.name} cannot do {feature!r}: {reason}")
+
+    def metrics(self) -> dict[str, float]:
+        """Return what the observers measured since the last call, each figure under ``observer/figure``."""
+        return collect_metrics(self._observers)
+
+    @property
+    def _has_preparation(self) -> bool:
+        """Whether the backend has anything to prepare or to guard."""
+        wrappers = sum(item.wrapper or item.hookwrapper for item in self._prepare_process.get_hookimpls())
+        has_hook = len(self._prepare_process.get_hookimpls()) > wrappers
+        return has_hook or bool(self.spec.must_precede or self.spec.patches)
+
     def _no_result(self, hook: str, wanted: str) -> HookError:
         return HookError(f"{hook} of backend {self.spec.name!r} returned None; it must return {wanted}")
-
-
-def _checked_spec(module: object, name: str | None, label: str) -> BackendSpec:
-    spec: object = getattr(module, "SPEC", None)
-    if not isinstance(spec, BackendSpec):
-        got = "has no SPEC" if spec is None else f"has a SPEC of type {type(spec).__name__}"
-        raise HookError(f"{label} {got}; its hooks module must define SPEC = BackendSpec(…)")
-    if name is not None and spec.name != name:
-        raise HookError(f"{label}: SPEC.name={spec.name!r} must equal the entry point's name {name!r}")
-    config_class: object = spec.config_class  # a stranger's: whatever its annotation says
-    if not (isinstance(config_class, type) and issubclass(config_class, EngineConfig)):
-        raise HookError(f"{label}: SPEC.config_class={config_class!r} must be a subclass of EngineConfig")
-    return spec
-
-
-def _register(manager: pluggy.PluginManager, module: object, name: str, label: str) -> None:
-    try:
-        manager.register(module, name)
-    except pluggy.PluginValidationError as error:
-        raise HookError(f"{label}: a hook does not fit its hookspec: {error}") from error
-    try:
-        manager.check_pending()
-    except pluggy.PluginValidationError as error:
-        raise HookError(_explain_unknown_hook(manager, label)) from error
-    missing = [hook for hook in REQUIRED_HOOKS if not getattr(manager.hook, hook).get_hookimpls()]
-    if missing:
-        unmarked = [hook for hook in missing if hasattr(module, hook)]
-        advice = f"; {', '.join(unmarked)} lacks the @hookimpl decorator" if unmarked else ""
-        raise HookError(f"{label} lacks required hooks: {', '.join(missing)}{advice}")
-
-
-def _explain_unknown_hook(manager: pluggy.PluginManager, label: str) -> str:
-    """Name every hook that core does not have, and the one that was probably meant."""
-    known = [name for name in vars(hookspecs) if name.startswith("engine_")]
-    texts = []
-    for name, relay in vars(manager.hook).items():
-        if isinstance(relay, pluggy.HookCaller) and not relay.has_spec():
-            close = difflib.get_close_matches(name, known, n=1)
-            texts.append(f"{name} (did you mean {close[0]}?)" if close else name)
-    return f"{label} implements hooks that do not exist: {', '.join(texts)}; hooks are: {', '.join(known)}"

@@ -29,6 +29,11 @@ class PluginEntry(NamedTuple):
     """Requirements that are not installed, as pip takes them."""
 
     @property
+    def module(self) -> str:
+        """The module that `value` names."""
+        return self.value.partition(":")[0].strip()
+
+    @property
     def fits_api(self) -> bool:
         """Whether this core can run it, as far as the metadata says."""
         return self.api_version in {None, PLUGIN_API_VERSION}

@@ -113,9 +113,9 @@ def _version_inside(folder: str) -> str:
 
 def _in_archive(path: str) -> Iterator[Distribution]:
     """Distributions in a zip file or an egg on ``sys.path``."""
-    from importlib.metadata import distributions  # slow to import and seldom needed
+    from importlib.metadata import DistributionFinder, MetadataPathFinder  # slow to import and seldom needed
 
-    for found in distributions(path=[path]):
+    for found in MetadataPathFinder.find_distributions(DistributionFinder.Context(path=[path])):
         yield from _converted(found)
 
 
@@ -127,8 +127,10 @@ def _from_other_finders() -> Iterator[Distribution]:
             continue
         from importlib.metadata import DistributionFinder  # slow to import and seldom needed
 
-        for found in find(DistributionFinder.Context()):
-            yield from _converted(found)
+        try:
+            yield from [each for found in find(DistributionFinder.Context()) for each in _converted(found)]
+        except Exception:  # noqa: BLE001, S112 - a stranger's finder that fails must not hide all other plugins
+            continue
 
 
 def _converted(found: ImportlibDistribution) -> Iterator[Distribution]:

@@ -10,6 +10,7 @@ from verl_engine.contract.names import BACKENDS_GROUP
 from verl_engine.contract.validation import validate
 from verl_engine.host.backend_host import BackendHost
 from verl_engine.host.catalog import list_plugins, pip_install
+from verl_engine.host.observers import check_observers
 
 if TYPE_CHECKING:
     from verl_engine.contract.engine_config import EngineConfig
@@ -25,7 +26,7 @@ def validate_engine_section(section: object, at: str = "engine") -> EngineConfig
         The backend's own config.
     Raises:
         ConfigError: the section is no mapping, names no backend, or has a wrong field.
-        PluginError: the backend cannot be loaded.
+        PluginError: the backend cannot be loaded, or an observer is not installed.
     """
     if not isinstance(section, Mapping):
         raise ConfigError(f"{at}={section!r} must be a section with at least {_backend_line(at)}")
@@ -34,7 +35,9 @@ def validate_engine_section(section: object, at: str = "engine") -> EngineConfig
         raise ConfigError(f"{at}.backend is missing; write {_backend_line(at)}")
     if not isinstance(backend, str):
         raise ConfigError(f"{at}.backend={backend!r} must be a name; write {_backend_line(at)}")
-    return validate(BackendHost.load(backend, at=f"{at}.backend").spec.config_class, section, at=at)
+    config = validate(BackendHost.load(backend, at=f"{at}.backend").spec.config_class, section, at=at)
+    check_observers(config.observers, f"{at}.observers")
+    return config
 
 
 def _backend_line(at: str) -> str:

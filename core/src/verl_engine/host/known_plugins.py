@@ -2,11 +2,16 @@
 
 from typing import Final
 
-from verl_engine.contract.names import BACKENDS_GROUP, COMMANDS_GROUP
+from verl_engine.contract.names import BACKENDS_GROUP, COMMANDS_GROUP, OBSERVERS_GROUP
 
 _ROLLOUTS_GROUP: Final = "verl_async.rollouts"
 
-KINDS: Final = {BACKENDS_GROUP: "backend", COMMANDS_GROUP: "command", _ROLLOUTS_GROUP: "rollout engine"}
+KINDS: Final = {
+    BACKENDS_GROUP: "backend",
+    COMMANDS_GROUP: "command",
+    OBSERVERS_GROUP: "observer",
+    _ROLLOUTS_GROUP: "rollout engine",
+}
 """What a plugin of a group is called in messages."""
 
 KNOWN_PLUGINS: Final = {
@@ -16,6 +21,7 @@ KNOWN_PLUGINS: Final = {
     (BACKENDS_GROUP, "megatron"): "verl-megatron-mindspeed",
     (_ROLLOUTS_GROUP, "embedded"): "verl-async",
     (_ROLLOUTS_GROUP, "vllm"): "verl-vllm",
+    (OBSERVERS_GROUP, "timing"): "verl-engine-core",
     (COMMANDS_GROUP, "train"): "verl-async",
     (COMMANDS_GROUP, "sft"): "verl-async",
     (COMMANDS_GROUP, "plan"): "verl-async",

@@ -15,6 +15,7 @@ from verl_engine.contract.names import PLUGIN_API_VERSION
 from verl_engine.host.catalog import PluginEntry, list_plugins, pip_install
 from verl_engine.host.distributions import installed_distributions
 from verl_engine.host.known_plugins import KNOWN_PLUGINS, kind_of
+from verl_engine.host.rollback import forgetting_on_failure
 
 
 def load_plugin(group: str, name: str, at: str = "") -> object:
@@ -81,15 +82,16 @@ def load_entry(entry: PluginEntry) -> object:
 
     Raises:
         PluginApiVersionError: it was written for another plugin API; nothing of it was imported.
-        PluginImportError: importing it failed; the cause is chained.
+        PluginImportError: importing it failed; the cause is chained, and the plugin's own modules are forgotten.
     """
     if entry.api_version is not None:
         check_api_version(describe(entry), entry.api_version, entry.distribution)
-    module_name, _, attributes = entry.value.partition(":")
+    attributes = entry.value.partition(":")[2].strip()
     try:
-        found: object = importlib.import_module(module_name)
-        for attribute in filter(None, attributes.split(".")):
-            found = getattr(found, attribute)
+        with forgetting_on_failure(entry.module):
+            found: object = importlib.import_module(entry.module)
+            for attribute in filter(None, attributes.split(".")):
+                found = getattr(found, attribute)
     # A stranger's module can raise anything; SystemExit too, from a script that was meant to be run.
     except (Exception, SystemExit) as cause:
         advice = f"; install what it needs: {pip_install(*entry.missing)}" if entry.missing else ""

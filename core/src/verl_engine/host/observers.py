@@ -1,0 +1,98 @@
+"""Observers: plugins that wrap an engine's hooks to look on, such as one that takes times. None changes a result."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from verl_engine.contract.errors import HookError
+from verl_engine.contract.names import OBSERVERS_GROUP
+from verl_engine.host.loading import describe, find_plugin, load_entry
+from verl_engine.host.rollback import forgetting_on_failure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import pluggy
+
+
+class Observer(NamedTuple):
+    """One observer that a host has registered."""
+
+    name: str
+    label: str
+    """Names it with its distribution and version in messages."""
+    plugin: object
+
+
+def check_observers(names: Sequence[str], at: str) -> None:
+    """Check that observers are installed, without importing them.
+
+    Args:
+        names: entry points' names in the group ``verl_engine.observers``.
+        at: dotted path of the config field that names them.
+    Raises:
+        PluginError: one is not there, or two distributions offer it.
+    """
+    for index, name in enumerate(names):
+        find_plugin(OBSERVERS_GROUP, name, f"{at}[{index}]")
+
+
+def load_observer(name: str, at: str) -> Observer:
+    """Load one by name; a class is called without arguments, so each host has an observer of its own.
+
+    Raises:
+        PluginError: it is not there or cannot be imported.
+        HookError: its class cannot be called without arguments.
+    """
+    entry = find_plugin(OBSERVERS_GROUP, name, at)
+    label = describe(entry)
+    with forgetting_on_failure(entry.module):
+        plugin = load_entry(entry)
+        if isinstance(plugin, type):
+            try:
+                plugin = plugin()
+            except Exception as cause:  # a stranger's constructor can raise anything
+                raise HookError(f"{label}: {entry.value}() failed: {type(cause).__name__}: {cause}") from cause
+    return Observer(name, label, plugin)
+
+
+def check_only_wraps(relays: Mapping[str, pluggy.HookCaller], observer: Observer) -> None:
+    """Check that an observer, registered already, wraps hooks and answers none in the backend's place.
+
+    Raises:
+        HookError: it answers one, or has no hooks at all.
+    """
+    own = [
+        (name, implementation)
+        for name, relay in relays.items()
+        for implementation in relay.get_hookimpls()
+        if implementation.plugin is observer.plugin
+    ]
+    if not own:
+        raise HookError(f"{observer.label} wraps no hook; mark its functions with @hookimpl(wrapper=True)")
+    answering = [name for name, implementation in own if not (implementation.wrapper or implementation.hookwrapper)]
+    if answering:
+        raise HookError(
+            f"{observer.label} would answer {', '.join(answering)} in the backend's place; an observer only wraps: "
+            "@hookimpl(wrapper=True)"
+        )
+
+
+def collect_metrics(observers: Sequence[Observer]) -> dict[str, float]:
+    """Ask each observer that has a method ``metrics`` for its figures since the last time.
+
+    Returns:
+        The figures, each under ``observer's name/its name``.
+    Raises:
+        HookError: what one returns is no mapping of names to numbers.
+    """
+    figures: dict[str, float] = {}
+    for observer in observers:
+        metrics: Callable[[], Mapping[str, float]] | None = getattr(observer.plugin, "metrics", None)
+        if metrics is None:
+            continue
+        try:
+            figures |= {f"{observer.name}/{name}": float(value) for name, value in metrics().items()}
+        except (AttributeError, TypeError, ValueError) as cause:
+            raise HookError(f"{observer.label}: metrics() must return a dict of names to numbers: {cause}") from cause
+    return figures

@@ -1,0 +1,131 @@
+"""What a backend promises to patch, and whether it did: `BackendSpec.patches` at work in one process."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from functools import partial
+from typing import TYPE_CHECKING
+
+from verl_engine.contract.errors import PatchError
+from verl_engine.host import patch_record
+from verl_engine.host.aliases import find_aliases, inner_function
+from verl_engine.host.first_import import Phase, run_after_import, stop_waiting, waits_for
+from verl_engine.host.import_sites import is_within
+from verl_engine.host.owner import is_preparing, owned_by
+from verl_engine.host.patching import undo
+from verl_engine.host.targets import ABSENT, Target
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from types import ModuleType
+
+    from verl_engine.contract.backend import PatchPromise
+    from verl_engine.host.patch_record import How
+
+
+class PatchPromises:
+    """The promises of one backend. The host sees each original when its module is imported, and compares later."""
+
+    def __init__(self, label: str, promises: Iterable[PatchPromise]) -> None:
+        """Read the names; `watch` begins."""
+        self._label = label
+        self.targets = {Target.parse(promise.target): promise for promise in promises}
+        self._is_settled = False
+
+    def watch(self) -> None:
+        """Look at the originals: now those of imported modules, and others when they are imported."""
+        with owned_by(self._label):
+            for module in dict.fromkeys(target.module for target in self.targets):
+                mine = [target for target in self.targets if target.module == module]
+                run_after_import(module, partial(self._look, mine), Phase.LOOK)
+                run_after_import(module, partial(self._check_import, mine), Phase.CHECK)
+
+    def settle(self) -> None:
+        """From now on a module that is imported or reloaded must come out patched."""
+        self._is_settled = True
+
+    def check(self) -> None:
+        """Check that every promise is kept, and that nobody holds an original.
+
+        Raises:
+            PatchError: names each promise that is not, or each stale alias.
+        """
+        self.check_names()
+        owners = {
+            id(same): target
+            for target in self.targets
+            for original in patch_record.replaced_objects(target)
+            for same in (original, inner_function(original))
+        }
+        originals = [original for target in self.targets for original in patch_record.replaced_objects(target)]
+        stale = [
+            f"{alias} holds the original of {target}"
+            for alias in find_aliases(originals)  # all in one search: it takes a tenth of a second
+            for target in [owners[id(alias.held)]]
+            if not any(is_within(alias.module, keeper) for keeper in self.targets[target].kept_by)
+        ]
+        if stale:
+            raise PatchError(
+                f"{self._label} patched too late for some: {'; '.join(stale)}. Patch at the first import "
+                "(verl_engine.patch) before they take it, or list a module that keeps an original on purpose under "
+                "PatchPromise.kept_by"
+            )
+
+    def check_names(self) -> None:
+        """Check the promised names alone.
+
+        Raises:
+            PatchError: one holds its original.
+        """
+        faults = [fault for target in self.targets if (fault := self._fault(target))]
+        if faults:
+            raise PatchError(f"{self._label} did not keep what it promises in BackendSpec.patches: {'; '.join(faults)}")
+        for target in self.targets:
+            self._record(target)
+
+    def undo(self) -> None:
+        """Put every original back that the host knows of, and wait for no more imports."""
+        stop_waiting(self._label)
+        targets = {*self.targets, *patch_record.forget_plugin(self._label)}
+        counts = Counter(id(target.get()) for target in targets)
+        shared = {target for target in targets if counts[id(target.get())] > 1}
+        for target in targets:
+            undo(target, is_shared=target in shared)
+
+    def _look(self, targets: list[Target], module: ModuleType) -> None:
+        for target in targets:
+            patch_record.note_replaced(target, target.get_in(module))
+
+    def _check_import(self, targets: list[Target], module: ModuleType) -> None:
+        if not self._is_settled:  # a patcher that imports first and patches then is at work
+            return
+        faults = [fault for target in targets if (fault := self._fault(target))]
+        if faults:
+            raise PatchError(
+                f"importing {module.__name__} now would leave it unpatched for {self._label}: {'; '.join(faults)}"
+            )
+        for target in targets:
+            self._record(target)
+
+    def _fault(self, target: Target) -> str:
+        if target.module not in sys.modules:
+            if waits_for(target.module, self._label):
+                return ""
+            return f"{target} is not patched: {target.module} is not imported, and no patch waits for its import"
+        current = target.get()
+        if current is ABSENT:
+            return f"{target} is not there"
+        if any(current is former for former in patch_record.replaced_objects(target)):
+            return f"{target} holds its original"
+        return ""
+
+    def _record(self, target: Target) -> None:
+        known = patch_record.record_of(target)
+        reason = self.targets[target].reason
+        if target.module not in sys.modules or (known and known.plugin == self._label and known.reason == reason):
+            return
+        originals = patch_record.replaced_objects(target)
+        how: How = "first import" if self._is_settled and not is_preparing() else "preparation"
+        original = originals[0] if originals else ABSENT
+        patch_record.note_patch(target, self._label, original, target.get(), how, reason)

@@ -1,0 +1,99 @@
+"""What a backend patches, found by preparing a fresh process for it: ``python -m verl_engine.host.prepare_report``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from verl_engine.contract.errors import EngineError
+from verl_engine.contract.validation import validate
+from verl_engine.host import patch_record
+from verl_engine.host.backend_host import BackendHost
+from verl_engine.host.first_import import waiting_modules
+from verl_engine.host.patch_record import PatchRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_FIRST_LINES = 2000
+"""Characters of a crashed process's last words that are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class PatchReport:
+    """How the preparation of a process for one backend went."""
+
+    backend: str
+    patches: tuple[PatchRecord, ...] = ()
+    """What was patched, in order; empty for most backends."""
+    waiting: tuple[str, ...] = ()
+    """Modules that will be patched when they are first imported."""
+    error: str = ""
+    """Class and message of what made it fail; empty where it did not."""
+
+
+def describe_patches(backend: str, section: Mapping[str, Any] | None = None, timeout_s: float = 120.0) -> PatchReport:
+    """Prepare a fresh process for a backend, and report what was patched there. This process stays as it is.
+
+    Args:
+        backend: its name; it may import its framework, which takes as long as it takes.
+        section: an ``engine`` section; by default one with the backend's own defaults.
+        timeout_s: how long the process may take.
+    Returns:
+        The report; what fails is in it, nothing is raised.
+    """
+    command = [sys.executable, "-m", __name__, backend, json.dumps(dict(section or {}))]
+    # The process must find what this one finds, wherever it was started.
+    path = os.pathsep.join(entry or str(os.curdir) for entry in sys.path)
+    try:
+        done = subprocess.run(  # noqa: S603 - ourselves
+            command,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+    except subprocess.TimeoutExpired:
+        return PatchReport(backend, error=f"the preparation was not done after {timeout_s:g} s")
+    try:
+        answer = json.loads(done.stdout.strip().rpartition("\n")[2])
+    except json.JSONDecodeError:  # it died, by a signal say
+        words = done.stderr.strip()[-_FIRST_LINES:]
+        return PatchReport(backend, error=f"the process ended with exit code {done.returncode} and no report: {words}")
+    patches = tuple(PatchRecord(**record) for record in answer["patches"])
+    return PatchReport(backend, patches, tuple(answer["waiting"]), answer["error"])
+
+
+def main() -> None:
+    """Prepare this process for the backend of the first argument, and print one JSON object as the last line."""
+    backend, section = sys.argv[1], json.loads(sys.argv[2])
+    sys.argv[1:] = []  # some frameworks read the arguments of whoever imports them
+    with contextlib.redirect_stdout(sys.stderr):
+        report = _prepare(backend, section)
+    sys.stdout.write(f"\n{json.dumps(asdict(report))}\n")
+    sys.stdout.flush()
+    os._exit(0)  # no framework's own clean-up may spoil the exit code, or hang
+
+
+def _prepare(backend: str, section: dict[str, Any]) -> PatchReport:
+    error, waiting = "", []
+    try:
+        host = BackendHost.load(backend)
+        known = {"backend": backend, "learning_rate": 1e-6}
+        host.prepare_process(validate(host.spec.config_class, {**known, **section}, at="engine"))
+        waiting = waiting_modules(host.label)
+    except EngineError as failure:
+        error = f"{type(failure).__name__}: {failure}"
+    except Exception as failure:  # noqa: BLE001 - a stranger's hook can raise anything, and the report must say so
+        error = f"{type(failure).__name__}: {failure} (raised by engine_prepare_process)"
+    return PatchReport(backend, patch_record.records(), tuple(waiting), error)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Register plugins with pluggy, wholly or not at all, and explain in our words what does not fit."""
+
+from __future__ import annotations
+
+import difflib
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+import pluggy
+
+from verl_engine.contract import hookspecs
+from verl_engine.contract.errors import HookError
+from verl_engine.contract.names import PROJECT_NAME
+from verl_engine.host.observers import check_only_wraps
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from verl_engine.contract.backend import BackendSpec
+    from verl_engine.host.observers import Observer
+
+REQUIRED_HOOKS: Final = ("engine_create", "engine_gradient_sync", "engine_optimizer_step")
+SNAPSHOT_HOOKS: Final = ("engine_copy_weights_to_cpu", "engine_restore_weights_from_cpu")
+"""Required unless the backend declares the gap ``snapshots``."""
+
+
+def new_manager() -> pluggy.PluginManager:
+    """Make a manager that knows the hooks and no plugin."""
+    manager = pluggy.PluginManager(PROJECT_NAME)
+    manager.add_hookspecs(hookspecs)
+    return manager
+
+
+def register_backend(manager: pluggy.PluginManager, backend: object, spec: BackendSpec, label: str) -> None:
+    """Register a backend.
+
+    Raises:
+        HookError: a hook does not exist or fit, or a required one is missing. The manager is as it was.
+    """
+    required = REQUIRED_HOOKS if "snapshots" in spec.capabilities.gaps else REQUIRED_HOOKS + SNAPSHOT_HOOKS
+    with _registered(manager, backend, spec.name, label):
+        missing = [hook for hook in required if not getattr(manager.hook, hook).get_hookimpls()]
+        if missing:
+            unmarked = [hook for hook in missing if hasattr(backend, hook)]
+            advice = f"; {', '.join(unmarked)} lacks the @hookimpl decorator" if unmarked else ""
+            gap = "; or declare the gap 'snapshots' in SPEC.capabilities" if {*missing} & {*SNAPSHOT_HOOKS} else ""
+            raise HookError(f"{label} lacks required hooks: {', '.join(missing)}{advice}{gap}")
+
+
+def register_observer(manager: pluggy.PluginManager, observer: Observer) -> None:
+    """Register an observer around what is there.
+
+    Raises:
+        HookError: a hook does not exist or fit, or is no wrapper. The manager is as it was.
+    """
+    with _registered(manager, observer.plugin, f"observer {observer.name}", observer.label):
+        check_only_wraps({name: relay for name, relay in _relays(manager) if relay.has_spec()}, observer)
+
+
+@contextmanager
+def _registered(manager: pluggy.PluginManager, plugin: object, name: str, label: str) -> Iterator[None]:
+    """Register a plugin, and take it back if it or the checks inside fail."""
+    known = [relay for relay, _ in _relays(manager)]
+    try:
+        _register(manager, plugin, name, label)
+        yield
+    except BaseException:
+        if manager.has_plugin(name):
+            manager.unregister(name=name)
+        for relay, _ in _relays(manager):
+            if relay not in known:  # a hook that does not exist leaves a relay behind
+                delattr(manager.hook, relay)
+        raise
+
+
+def _register(manager: pluggy.PluginManager, plugin: object, name: str, label: str) -> None:
+    try:
+        manager.register(plugin, name)
+    except pluggy.PluginValidationError as error:
+        raise HookError(f"{label}: a hook does not fit its hookspec: {error}") from error
+    except ValueError as error:
+        raise HookError(f"{label} is registered twice: {error}") from error
+    try:
+        manager.check_pending()
+    except pluggy.PluginValidationError as error:
+        raise HookError(_explain_unknown_hook(manager, label)) from error
+
+
+def _relays(manager: pluggy.PluginManager) -> list[tuple[str, pluggy.HookCaller]]:
+    return [(name, relay) for name, relay in vars(manager.hook).items() if isinstance(relay, pluggy.HookCaller)]
+
+
+def _explain_unknown_hook(manager: pluggy.PluginManager, label: str) -> str:
+    """Name every hook that core does not have, and the one that was probably meant."""
+    known = [name for name in vars(hookspecs) if name.startswith("engine_")]
+    texts = []
+    for name, relay in _relays(manager):
+        if not relay.has_spec():
+            close = difflib.get_close_matches(name, known, n=1)
+            texts.append(f"{name} (did you mean {close[0]}?)" if close else name)
+    return f"{label} implements hooks that do not exist: {', '.join(texts)}; hooks are: {', '.join(known)}"

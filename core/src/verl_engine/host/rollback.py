@@ -1,0 +1,43 @@
+"""Undo the imports of a plugin that turned out not to be usable."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from verl_engine.host.import_sites import is_within
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextmanager
+def forgetting_on_failure(module_name: str) -> Iterator[None]:
+    """Forget what was imported of a plugin's package meanwhile, if an exception ends it.
+
+    So a second try, after the plugin was mended in the same session, does not meet the halves of the first. Modules of
+    other packages stay: they may be in use already.
+
+    Args:
+        module_name: of the plugin; all of its top-level package counts.
+    """
+    root = module_name.partition(".")[0]
+    before = set(sys.modules)
+    try:
+        yield
+    except BaseException:
+        for name in sorted(sys.modules.keys() - before, reverse=True):  # a child before its parent
+            if is_within(name, root):
+                _forget(name)
+        importlib.invalidate_caches()  # what was missing may be there at the next try
+        raise
+
+
+def _forget(name: str) -> None:
+    module = sys.modules.pop(name)
+    parent_name, _, child = name.rpartition(".")
+    parent = sys.modules.get(parent_name)
+    if parent is not None and getattr(parent, child, None) is module:
+        delattr(parent, child)

@@ -1,0 +1,68 @@
+"""The learning-rate schedule, worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_engine.contract.engine_config import EngineConfig
+from verl_engine.contract.errors import ConfigError
+from verl_engine.engine.lr_schedule import lr_multiplier
+
+
+def config(**settings: Any) -> EngineConfig:
+    return EngineConfig.model_validate({"backend": "toy", "learning_rate": 1.0, **settings})
+
+
+def rates(steps: int, **settings: Any) -> list[float]:
+    return [lr_multiplier(config(**settings), step) for step in range(steps)]
+
+
+def test_constant() -> None:
+    assert rates(3) == [1.0, 1.0, 1.0]
+
+
+def test_warm_up_starts_above_zero_and_reaches_the_peak() -> None:
+    assert rates(6, warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_linear() -> None:
+    found = rates(8, lr_schedule="linear", warmup_steps=2, total_steps=6, min_lr_ratio=0.2)
+    assert found == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
+
+
+def test_cosine() -> None:
+    found = rates(6, lr_schedule="cosine", total_steps=4)
+    assert found == pytest.approx([1.0, (1 + 2**-0.5) / 2, 0.5, (1 - 2**-0.5) / 2, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_falling_schedule_needs_its_length(schedule: str) -> None:
+    with pytest.raises(ConfigError, match=f"engine.lr_schedule={schedule} needs engine.total_steps"):
+        rates(1, lr_schedule=schedule)
+
+
+@settings(deadline=None)
+@given(
+    schedule=st.sampled_from(["constant", "linear", "cosine"]),
+    warmup=st.integers(0, 5),
+    length=st.integers(1, 9),
+    least=st.floats(0, 1),
+)
+def test_it_rises_then_falls_within_its_bounds(schedule: str, warmup: int, length: int, least: float) -> None:
+    found = rates(
+        warmup + length + 3,
+        lr_schedule=schedule,
+        warmup_steps=warmup,
+        total_steps=warmup + length,
+        min_lr_ratio=least,
+    )
+    rising, falling = found[: warmup + 1], found[warmup:]
+    assert rising == sorted(rising)
+    assert falling == sorted(falling, reverse=True)
+    assert found[warmup] == 1.0
+    assert falling[-1] == pytest.approx(1.0 if schedule == "constant" else least)
+    assert all(0 <= rate <= 1 for rate in found)

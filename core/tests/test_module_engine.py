@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from verl_engine.contract.engine_config import EngineConfig
+from verl_engine.contract.errors import WeightsError
+from verl_engine.engine.device import Device
+from verl_engine.engine.module_engine import ModuleEngine
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from verl_engine.batch.packed import PackedBatch
+    from verl_engine.engine.base import TokenOutput
+
+
+class Model(torch.nn.Module):
+    """A matrix, tied to a second name, a bias, a frozen weight, and buffers of which one is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(2, 2)
+        self.outer = torch.nn.Linear(2, 2, bias=False)
+        self.outer.weight = self.inner.weight
+        self.frozen = torch.nn.Parameter(torch.ones(1), requires_grad=False)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+        with torch.no_grad():
+            self.inner.weight.copy_(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+            self.inner.bias.fill_(1.0)
+
+    def save_pretrained(self, folder: Path, state_dict: dict[str, torch.Tensor]) -> None:
+        """Write names and values, as transformers would a model."""
+        folder.mkdir()
+        values = {name: tensor.tolist() for name, tensor in state_dict.items()}
+        (folder / "weights.json").write_text(json.dumps(values), encoding="utf-8")
+
+
+class PlainEngine(ModuleEngine):
+    """Only what the base class leaves open."""
+
+    def forward(self, batch: PackedBatch, temperature: float) -> TokenOutput:
+        """Never called here."""
+        raise NotImplementedError
+
+    def clip_gradients(self) -> torch.Tensor:
+        """As torch clips."""
+        return torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)
+
+
+def make(**settings: Any) -> PlainEngine:
+    config = EngineConfig.model_validate({"backend": "plain", "learning_rate": 0.1, **settings})
+    return PlainEngine(config, Device("cpu"), Model())
+
+
+def set_gradients(engine: PlainEngine, value: float) -> None:
+    for parameter in engine.parameters.values():
+        if parameter.requires_grad:
+            parameter.grad = torch.full_like(parameter, value)
+
+
+def weights(engine: PlainEngine) -> dict[str, torch.Tensor]:
+    names = [spec.name for spec in engine.weight_specs()]
+    return {name: tensor.clone() for name, tensor in engine.full_weights(names)}
+
+
+def test_what_is_exported_is_what_a_model_folder_holds() -> None:
+    specs = {spec.name: spec.shape for spec in make().weight_specs()}
+    assert specs == {"inner.weight": (2, 2), "inner.bias": (2,), "frozen": (1,), "count": ()}
+
+
+def test_a_snapshot_holds_what_is_trained_and_every_buffer() -> None:
+    assert [name for name, _ in make().local_weights()] == ["inner.weight", "inner.bias", "count", "scratch"]
+
+
+def test_a_step_moves_the_weights_and_drops_the_gradient() -> None:
+    engine = make(betas=(0.0, 0.0), max_grad_norm=1e9, weight_decay=0.5)
+    set_gradients(engine, 1.0)
+    step = engine.optimizer_step()
+    assert step.applied
+    assert step.grad_norm == pytest.approx(6**0.5)  # six trained numbers, the tied ones once
+    assert step.learning_rate == 0.1
+    # AdamW: w * (1 - 0.1 * 0.5) - 0.1 * 1; the bias, a vector, is spared the decay.
+    after = weights(engine)
+    torch.testing.assert_close(after["inner.weight"], torch.tensor([[0.85, 1.8], [2.75, 3.7]]))
+    torch.testing.assert_close(after["inner.bias"], torch.tensor([0.9, 0.9]))
+    assert after["frozen"].tolist() == [1.0]
+    assert all(parameter.grad is None for parameter in engine.parameters.values())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_changes_nothing(value: float) -> None:
+    engine = make(warmup_steps=4)
+    before = weights(engine)
+    set_gradients(engine, value)
+    step = engine.optimizer_step()
+    assert not step.applied
+    assert step.learning_rate == pytest.approx(0.1 / 4)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(engine).items())
+    assert not engine.optimizer.state
+    set_gradients(engine, 1.0)
+    assert engine.optimizer_step().learning_rate == pytest.approx(0.1 / 4)  # the schedule did not go on
+    set_gradients(engine, 1.0)
+    assert engine.optimizer_step().learning_rate == pytest.approx(0.2 / 4)
+
+
+def test_gradients_are_clipped() -> None:
+    engine = make(max_grad_norm=0.5)
+    set_gradients(engine, 1.0)
+    engine.clip_gradients()
+    total = sum(float(p.grad.square().sum()) for p in engine.parameters.values() if p.grad is not None)
+    assert total**0.5 == pytest.approx(0.5, rel=1e-5)
+    engine.zero_grad()
+    assert all(parameter.grad is None for parameter in engine.parameters.values())
+
+
+def test_training_mode_reaches_every_module() -> None:
+    engine = make()
+    engine.set_training(False)
+    assert not engine.module.get_submodule("inner").training
+    engine.set_training(True)
+    assert engine.module.get_submodule("inner").training
+
+
+def test_whole_weights_go_in_by_name_and_none_may_be_missing() -> None:
+    engine = make()
+    new = {name: tensor + 1 for name, tensor in weights(engine).items()}
+    engine.load_full_weights(reversed(new.items()))
+    assert all(torch.equal(tensor, new[name]) for name, tensor in weights(engine).items())
+    with pytest.raises(WeightsError, match="1 weights are missing: frozen"):
+        engine.load_full_weights((name, tensor) for name, tensor in new.items() if name != "frozen")
+    with pytest.raises(WeightsError, match=r"weight other of shape \(1,\) does not fit: the model has no such weight"):
+        engine.load_full_weights([("other", torch.zeros(1))])
+
+
+def test_a_resumed_engine_goes_on_as_the_first(tmp_path: Path) -> None:
+    first, second = make(warmup_steps=3), make(warmup_steps=3)
+    for engine in (first, first, second):
+        set_gradients(engine, 1.0)
+        engine.optimizer_step()
+    torch.save(first.state_dict(), tmp_path / "state")
+    second.load_state_dict(torch.load(tmp_path / "state"))
+    for engine in (first, second):
+        set_gradients(engine, 2.0)
+    assert first.optimizer_step() == second.optimizer_step()
+    assert all(torch.equal(tensor, weights(second)[name]) for name, tensor in weights(first).items())
+
+
+def test_the_state_of_an_engine_that_never_stepped_counts_no_step() -> None:
+    engine, untouched = make(), make()
+    engine.state_dict()
+    for each in (engine, untouched):
+        set_gradients(each, 1.0)
+        each.optimizer_step()
+    assert all(torch.equal(tensor, weights(untouched)[name]) for name, tensor in weights(engine).items())
+
+
+def test_a_saved_folder_is_whole_and_replaces_an_older_one(tmp_path: Path) -> None:
+    engine, folder = make(), tmp_path / "model"
+    folder.mkdir()
+    (folder / "stale").write_text("", encoding="utf-8")
+    engine.save_pretrained(folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert [path.name for path in folder.iterdir()] == ["weights.json"]
+    saved = json.loads((folder / "weights.json").read_text(encoding="utf-8"))
+    assert saved == {name: tensor.tolist() for name, tensor in weights(engine).items()}
+
+
+def test_moving_keeps_weights_and_optimizer_state() -> None:
+    engine, untouched = make(), make()
+    for each in (engine, untouched):
+        set_gradients(each, 1.0)
+        each.optimizer_step()
+    engine.move(to_cpu=True)
+    engine.move(to_cpu=False)
+    for each in (engine, untouched):
+        set_gradients(each, 1.0)
+        each.optimizer_step()
+    assert all(torch.equal(tensor, weights(untouched)[name]) for name, tensor in weights(engine).items())

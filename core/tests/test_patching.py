@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from verl_engine.contract.errors import PatchError
+from verl_engine.host import patch_record
+from verl_engine.host.aliases import find_aliases
+from verl_engine.host.first_import import stop_waiting
+from verl_engine.host.owner import owned_by
+from verl_engine.host.patching import mend_aliases, note_replaced, patch
+from verl_engine.host.targets import ABSENT, Target, short_repr
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+    from types import ModuleType
+
+TEXT = """
+FLAG = False
+def plain(): return 1
+class Holder:
+    def method(self): return 2
+    @staticmethod
+    def static(): return 3
+    @classmethod
+    def of_class(cls): return 4
+class Child(Holder): pass
+"""
+
+
+@pytest.fixture(autouse=True)
+def owner() -> Iterator[None]:
+    with owned_by("a test"):
+        yield
+    stop_waiting("a test")
+    patch_record.forget_plugin("a test")
+
+
+@pytest.fixture
+def module(site: Path) -> ModuleType:
+    (site / "patchme.py").write_text(TEXT, encoding="utf-8")
+    (site / "patchuser.py").write_text(
+        "from patchme import plain as mine\ndef use(function=mine, *, named=mine): return function() + named()\n"
+        "class Own:\n    taken = staticmethod(mine)\n    def default(self, function=mine): return function()\n",
+        encoding="utf-8",
+    )
+    return importlib.import_module("patchme")
+
+
+@pytest.mark.parametrize("text", ["a.b", "a:", ":b", "a:b:c", "a:b c", "", 5])
+def test_a_target_is_a_module_and_a_name(text: object) -> None:
+    with pytest.raises(PatchError, match="names nothing that can be patched"):
+        Target.parse(text)
+
+
+def test_each_kind_of_name_is_replaced_and_recorded(module: ModuleType) -> None:
+    patch("patchme:plain", lambda original: lambda: original() + 10)
+    patch("patchme:Holder.method", lambda original: lambda self: original(self) + 10)
+    patch("patchme:Holder.static", lambda original: staticmethod(lambda: original.__func__() + 10))
+    patch("patchme:Holder.of_class", lambda original: classmethod(lambda cls: original.__func__(cls) + 10))
+    patch("patchme:FLAG", lambda original: not original)
+    holder = module.Child()
+    assert (module.plain(), holder.method(), holder.static(), holder.of_class()) == (11, 12, 13, 14)
+    assert module.FLAG is True
+    records = [record for record in patch_record.records() if record.module == "patchme"]
+    assert [record.name for record in records] == ["plain", "Holder.method", "Holder.static", "Holder.of_class", "FLAG"]
+    assert {(record.plugin, record.how, record.pid > 0) for record in records} == {("a test", "first import", True)}
+    assert records[0].original == "<function patchme.plain>"
+    assert (records[4].original, records[4].replacement) == ("False", "True")
+    assert Target("patchme", "plain").get() is module.plain
+
+
+def test_what_is_not_there_cannot_be_patched(module: ModuleType) -> None:
+    assert module.FLAG is False
+    with pytest.raises(PatchError, match="patchme:absent is not there to be patched for a test; is this anoth"):
+        patch("patchme:absent", lambda _: None)
+    with pytest.raises(PatchError, match="cannot be patched: there is no patchme:Nobody"):
+        Target("patchme", "Nobody.x").set(1)
+    with pytest.raises(PatchError, match=r"builtins:int\.real cannot be patched: TypeError"):
+        Target("builtins", "int.real").set(1)
+    assert Target("patchme", "absent").get() is ABSENT
+
+
+def test_aliases_are_found_and_mended(module: ModuleType) -> None:
+    user = importlib.import_module("patchuser")
+    original = module.plain
+    patch("patchme:plain", lambda _: lambda: 10)
+    found = {str(alias) for alias in find_aliases([original]) if alias.module != __name__}
+    default = "(a default argument)"
+    assert found == {
+        "patchuser:mine", "patchuser:Own.taken", f"patchuser:use {default}", f"patchuser:Own.default {default}",
+    }  # fmt: skip
+    assert len(mend_aliases("patchme:plain")) == 5
+    assert (user.mine(), user.use(), user.Own.taken(), user.Own().default()) == (10, 20, 10, 10)
+
+
+def test_a_replacement_that_was_replaced_again_is_stale_too(module: ModuleType) -> None:
+    patch("patchme:plain", lambda _: lambda: 10)
+    between = module.plain
+    user = importlib.import_module("patchuser")
+    module.__dict__["plain"] = lambda: 11
+    note_replaced("patchme:plain", between)
+    mend_aliases("patchme:plain")
+    assert user.mine() == 11
+
+
+def test_looking_for_aliases_asks_no_object_anything(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Touchy:
+        def __getattribute__(self, name: str) -> object:
+            raise AssertionError(name)
+
+    class TouchyModule(type(sys)):  # type: ignore[misc]
+        def __getattr__(self, name: str) -> object:
+            raise AssertionError(name)
+
+    touchy = TouchyModule("touchy")
+    touchy.__dict__.update(mine=module.plain, thing=Touchy())
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "touchy", touchy)
+        patched.setitem(sys.modules, "no_module", Touchy())
+        found = [str(alias) for alias in find_aliases([module.plain])]
+    assert found == ["patchme:plain", "touchy:mine"]
+
+
+def test_values_without_identity_have_no_aliases() -> None:
+    assert find_aliases([True, None, 1, "text", ()]) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (ABSENT, "nothing"),
+        (None, "None"),
+        (pytest.fixture, "<function _pytest.fixtures.fixture>"),
+        (Target, "<class verl_engine.host.targets.Target>"),
+        (sys, "<builtins.module object>"),
+    ],
+)
+def test_values_are_shown_by_where_they_come_from(value: object, text: str) -> None:
+    assert short_repr(value) == text

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from verl_engine.batch.packed import PackedBatch
+from verl_engine.batch.sequence import Sequence
+from verl_engine.engine.token_log_probs import token_log_probs
+
+
+def batch() -> PackedBatch:
+    """Tokens 0 1 0 and 1 1, of a vocabulary of two; in the loss are token 1 and 2 of the first, token 1 of the second.
+
+    Sequences lie sorted by length: 1 1 | 0 1 0, with loss at 1, 3 and 4.
+    """
+    return PackedBatch.from_sequences(
+        [
+            Sequence(np.array([0, 1, 0]), np.array([False, True, True])),
+            Sequence(np.array([1, 1]), np.array([False, True])),
+        ]
+    )
+
+
+def test_a_worked_example() -> None:
+    # Rows predict tokens 1, 1, 0. softmax(0, ln 3) is 1/4, 3/4.
+    logits = torch.tensor([[0.0, math.log(3)], [0.0, 0.0], [0.0, math.log(3)]])
+    found = token_log_probs(logits, batch(), temperature=1.0)
+    expected = [0.0, math.log(3 / 4), 0.0, math.log(1 / 2), math.log(1 / 4)]
+    assert found.tolist() == pytest.approx(expected)
+
+
+def test_the_temperature_divides_the_logits() -> None:
+    # At temperature 2 the odds of 9 to 1 become 3 to 1.
+    logits = torch.tensor([[0.0, math.log(9)]] * 3)
+    found = token_log_probs(logits, batch(), temperature=2.0)
+    assert found.tolist() == pytest.approx([0.0, math.log(3 / 4), 0.0, math.log(3 / 4), math.log(1 / 4)])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_result_is_float32_and_the_gradient_reaches_the_logits(dtype: torch.dtype) -> None:
+    logits = torch.zeros(3, 2, dtype=dtype, requires_grad=True)
+    found = token_log_probs(logits, batch(), temperature=1.0)
+    assert found.dtype == torch.float32
+    found.sum().backward()
+    # d log softmax of the target: 1 - p for it, -p for the other.
+    assert logits.grad is not None
+    assert logits.grad.tolist() == [[-0.5, 0.5], [-0.5, 0.5], [0.5, -0.5]]
+
+
+def test_a_batch_without_loss_has_zeros_and_a_gradient_of_zero() -> None:
+    empty = PackedBatch.from_sequences([])
+    logits = torch.zeros(1, 2, requires_grad=True)
+    found = token_log_probs(logits[empty.loss_positions - 1], empty, temperature=1.0)
+    assert found.tolist() == [0.0]
+    found.sum().backward()
+    assert logits.grad is not None
+    assert logits.grad.tolist() == [[0.0, 0.0]]

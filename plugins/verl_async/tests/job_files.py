@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 BACKEND = """
 from typing import Literal
 
-from verl_engine.contract.backend import BackendSpec
+from verl_engine.contract.backend import BackendSpec, Capabilities
 from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.errors import ConfigError
 from verl_engine.contract.markers import hookimpl
@@ -30,7 +30,13 @@ class ToyConfig(EngineConfig):
             raise ConfigError(f"engine.most_ranks={self.most_ranks} is below the number of ranks, {world_size}")
 
 
-SPEC = BackendSpec(name="toy", config_class=ToyConfig, devices=("cpu",), plugin_api_version=1)
+SPEC = BackendSpec(
+    name="toy",
+    config_class=ToyConfig,
+    devices=("cpu",),
+    capabilities=Capabilities(gaps={"snapshots": "a toy"}),
+    plugin_api_version=1,
+)
 
 
 @hookimpl

@@ -8,45 +8,8 @@ import math
 import pytest
 
 from plugins.verl_async.tests.report_jobs import lockstep_spans, sft_job, sft_record, train_job, train_record
-from verl_async.asynchrony.timeline import Span
-from verl_async.report.idle import idle_ratio
 from verl_async.report.record import RunRecord
 from verl_async.report.summary import build_summary
-
-
-def test_idle_ratio_by_hand() -> None:
-    spans = [
-        Span("trainer", "wait for samples", 0.0, 3.0),
-        Span("trainer", "train", 3.0, 7.0),
-        Span("trainer", "sync weights", 7.0, 8.0),
-        Span("trainer", "wait for samples", 8.0, 10.0),
-    ]
-    assert idle_ratio(spans, "trainer") == pytest.approx(0.5)  # busy 4 + 1 of 10 s
-
-
-def test_overlapping_activities_count_once() -> None:
-    spans = [
-        Span("rollouter-0", "generate", 0.0, 6.0),
-        Span("rollouter-0", "score", 4.0, 8.0),
-        Span("rollouter-0", "score", 5.0, 5.5),
-        Span("rollouter-0", "wait for trainer", 8.0, 10.0),
-    ]
-    assert idle_ratio(spans, "rollouter") == pytest.approx(0.2)  # busy 0 to 8 of 10 s
-
-
-def test_time_between_spans_is_idle_and_rollouters_are_averaged() -> None:
-    spans = [
-        Span("rollouter-0", "generate", 0.0, 1.0),
-        Span("rollouter-0", "generate", 3.0, 4.0),
-        Span("rollouter-1", "generate", 0.0, 9.0),
-        Span("trainer", "train", 0.0, 100.0),
-    ]
-    assert idle_ratio(spans, "rollouter") == pytest.approx((0.5 + 0.0) / 2)
-
-
-def test_no_recorded_time_has_no_ratio() -> None:
-    assert idle_ratio([], "trainer") is None
-    assert idle_ratio([Span("trainer", "train", 1.0, 1.0)], "trainer") is None
 
 
 def test_a_finished_run() -> None:
@@ -64,7 +27,7 @@ def test_a_finished_run() -> None:
         "num_steps": 4,
         "num_steps_planned": 4,
         "num_steps_skipped": 0,
-        "num_samples": 4 * 2 * 3,
+        "num_prompts": 4 * 2,
         "stale_samples": 8,
         "weight_versions": 4,
         "trainer_idle_ratio": 0.5,
@@ -91,7 +54,7 @@ def test_a_run_that_ended_before_its_second_evaluation_has_no_last_figure() -> N
 
 def test_an_sft_run_has_no_rollout_figures() -> None:
     summary = build_summary(sft_job(), sft_record(3), [], status="finished", seconds=1.0)
-    assert summary["num_samples"] == 15
+    assert summary["num_prompts"] == 15
     for name in ("exact_match_first", "reward_last", "stale_samples", "weight_versions", "rollouter_idle_ratio"):
         assert summary[name] is None
 

@@ -48,7 +48,8 @@ class RewardConfig(StrictModel):
     """How an answer is scored."""
 
     function: str = "exact_match"
-    """``exact_match``, or the dotted path of a function (data_source, solution_str, ground_truth, extra_info) -> float."""
+    """``exact_match``, or the dotted path of a function (data_source, solution_str, ground_truth, extra_info) ->
+    float."""
     timeout_s: float = Field(default=60.0, gt=0)
     """For one call of the function."""
 
@@ -86,8 +87,8 @@ class AsyncTrainingConfig(StrictModel):
     """How far rollouts may run ahead of training, in verl's terms."""
 
     staleness_threshold: float = Field(default=0.1, ge=0)
-    """Between two weight syncs (1 + threshold) * trigger_parameter_sync_step * require_batches * mini_batch_size prompts
-    may be rolled out, less the stale ones left over. 0 is on-policy: nothing is generated ahead."""
+    """Between two weight syncs (1 + threshold) * trigger_parameter_sync_step * require_batches * mini_batch_size
+    prompts may be rolled out, less the stale ones left over. 0 is on-policy: nothing is generated ahead."""
     trigger_parameter_sync_step: int = Field(default=1, ge=1)
     """Training steps between two weight syncs."""
     require_batches: int = Field(default=1, ge=1)
@@ -108,8 +109,8 @@ class AlgorithmConfig(StrictModel):
     normalize_by_std: bool = True
     """Divide a group's centred rewards by their standard deviation (GRPO); False leaves them (Dr. GRPO)."""
     old_log_probs: Literal["rollout", "recompute"] = "rollout"
-    """What the ratio is taken against: the log-probs of the rollout, or those of the trainer's weights at the start of the
-    training step. With ``recompute`` the gap to the rollout is corrected by a truncated importance weight."""
+    """What the ratio is taken against: the log-probs of the rollout, or those of the trainer's weights at the start of
+    the training step. With ``recompute`` the gap to the rollout is corrected by a truncated importance weight."""
     importance_cap: float = Field(default=2.0, ge=1)
     """Upper bound of that importance weight; only used with ``old_log_probs: recompute``."""
     drop_uniform_groups: bool = True
@@ -218,7 +219,8 @@ class TrainJob(StrictModel):
                 f"trainer.mini_batch_size * rollout.n = {samples} sequences do not divide over "
                 f"trainer.num_ranks={self.trainer.num_ranks}; make it a multiple"
             )
-        every, sync_step = self.evaluation and self.evaluation.every_steps, self.async_training.trigger_parameter_sync_step
+        every = self.evaluation.every_steps if self.evaluation else None
+        sync_step = self.async_training.trigger_parameter_sync_step
         if every and every % sync_step:
             raise ValueError(
                 f"evaluation.every_steps={every} must be a multiple of async_training.trigger_parameter_sync_step="

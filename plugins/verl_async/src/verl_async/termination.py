@@ -21,8 +21,8 @@ def _interrupt(_signum: int, _frame: FrameType | None) -> None:
 def sigterm_as_interrupt() -> Iterator[None]:
     """Treat SIGTERM as Ctrl-C inside; put the former handler back on leaving.
 
-    Nests: `ray.init` of a new cluster installs a handler of its own that kills the processes and exits at once, so
-    what runs after it enters this again. Does nothing outside the main thread, where handlers cannot be set.
+    Nests: Ray puts a handler of its own in place, so what runs after `ray.init` enters this again. Does nothing outside
+    the main thread, where handlers cannot be set.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

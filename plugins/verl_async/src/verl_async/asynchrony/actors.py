@@ -34,6 +34,15 @@ class BucketDelivery:
     checksum: int
 
 
+@dataclass(frozen=True, slots=True)
+class Acknowledgement:
+    """What a rollout worker says of the weights it has put in force."""
+
+    version: int
+    checksum: int
+    """Combined over the buckets it loaded since the last commit, in order."""
+
+
 class Trainer(Protocol):
     """All trainer ranks as one."""
 
@@ -70,12 +79,8 @@ class RolloutClient(Protocol):
     async def load_bucket(self, delivery: BucketDelivery) -> None:
         """Check a bucket and copy it into the model."""
 
-    async def commit_weights(self, version: int) -> int:
-        """Put the loaded weights in force.
-
-        Returns:
-            The combined checksum of the buckets it loaded since the last commit, in order.
-        """
+    async def commit_weights(self, version: int) -> Acknowledgement:
+        """Put the loaded weights in force."""
 
 
 @dataclass(slots=True)
@@ -87,7 +92,7 @@ class RolloutWorker:
 
     @property
     def name(self) -> str:
-        """``rollouter-0``, …"""
+        """The client's name."""
         return self.client.name
 
     @asynccontextmanager

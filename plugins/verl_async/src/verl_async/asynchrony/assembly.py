@@ -72,10 +72,7 @@ def assemble_training(
             timeline=watchers.timeline,
             config=job.rollout,
             sampling=texts.sampling(job.rollout),
-            # The queue moves again when the trainer has finished its step, its sync and its evaluation.
-            put_timeout_s=job.trainer.timeout_s * (per_step // job.trainer.mini_batch_size + 1)
-            + job.weight_sync.timeout_s
-            + job.rollout.timeout_s,
+            put_timeout_s=_longest_step_s(job, len(held_out)),
         )
         for worker in workers
     ]
@@ -103,14 +100,26 @@ def assemble_supervised(
     """Build the supervised job; without evaluation it needs no rollout workers."""
     workers = [RolloutWorker(client) for client in actors.rollouts]
     evaluation = _evaluation(job, texts, held_out, workers, watchers)
+    weights = _weight_sync(job, actors.trainer, workers, interrupt=False)
     return SupervisedTraining(
         job=job,
         examples=examples,
         trainer=actors.trainer,
-        evaluation=evaluation and (evaluation, _weight_sync(job, actors.trainer, workers, interrupt=False)),
+        evaluation=(evaluation, weights) if evaluation else None,
         timeline=watchers.timeline,
         listener=watchers.listener,
     )
+
+
+def _longest_step_s(job: TrainJob, num_held_out: int) -> float:
+    """Return how long the trainer may leave the queue alone: update, sync and evaluation, each at its limits."""
+    num_calls = job.async_training.require_batches * (2 if job.algorithm.old_log_probs == "recompute" else 1)
+    sync_s = 2 * job.weight_sync.timeout_s + job.rollout.timeout_s
+    num_answers = -(-num_held_out // job.rollout.num_workers)
+    num_batches = -(-num_answers // (job.rollout.max_batch_prompts * job.rollout.n))
+    # One batch more: the workers finish what they generate before they evaluate.
+    evaluation_s = (num_batches + 1) * job.rollout.timeout_s + num_answers * job.reward.timeout_s
+    return num_calls * job.trainer.timeout_s + sync_s + evaluation_s
 
 
 def _weight_sync(

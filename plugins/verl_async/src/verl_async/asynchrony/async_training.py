@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from verl_async.asynchrony.waiting import end
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from verl_async.asynchrony.evaluation import Evaluation
     from verl_async.asynchrony.listener import JobListener
@@ -54,9 +56,7 @@ class AsyncTraining:
                 for loop in finished:
                     loop.result()  # raises what it raised
         finally:
-            for loop in loops:
-                loop.cancel()
-            await asyncio.gather(*loops, return_exceptions=True)
+            await end(*loops)
 
     async def _train(self) -> None:
         """Collect, update, sync, report; step after step."""
@@ -65,11 +65,11 @@ class AsyncTraining:
             return
         config, num_steps = self.job.async_training, self.job.trainer.num_steps
         for step in range(1, num_steps + 1):
-            started = time.monotonic()
+            started, num_waiting = time.monotonic(), len(self.queue)
             groups = await self._collect(config.require_batches * self.job.trainer.mini_batch_size)
             version = self.weights.version
             with self.timeline.span("trainer", "train"):
-                figures = dict(await self.update.run(groups))
+                figures = {"queue_size": float(num_waiting), **await self.update.run(groups)}
             if step % config.trigger_parameter_sync_step == 0 or step == num_steps:
                 await self._sync()
             self._report(step, groups, version, figures, time.monotonic() - started)
@@ -79,7 +79,8 @@ class AsyncTraining:
     async def _collect(self, count: int) -> list[ScoredGroup]:
         """Take groups from the queue, in the order in which their prompts were drawn."""
         with self.timeline.span("trainer", "wait for samples"):
-            timeout_s = self.job.rollout.timeout_s + self.job.reward.timeout_s
+            # A batch is generated, then comes group by group as each is scored.
+            timeout_s = self.job.rollout.timeout_s + self.job.rollout.n * self.job.reward.timeout_s
             groups = await self.queue.take(count, timeout_s)
         self.budget.trained(count)
         return sorted(groups, key=lambda group: group.draw.number)
@@ -109,7 +110,6 @@ class AsyncTraining:
             | {
                 "tokens_per_s": tokens / seconds,
                 "seconds": seconds,
-                "queue_size": float(len(self.queue)),
                 "weight_version": float(self.weights.version),
                 "trainer/idle_ratio": self.timeline.idle_ratio("trainer"),
                 "rollouter/idle_ratio": self.timeline.idle_ratio("rollouter"),
@@ -119,7 +119,7 @@ class AsyncTraining:
         )
 
 
-def group_figures(groups: Sequence[ScoredGroup], version: int) -> Mapping[str, float]:
+def group_figures(groups: Sequence[ScoredGroup], version: int) -> dict[str, float]:
     """Summarize what was sampled.
 
     Args:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from verl_async.asynchrony.samples import Draw
-from verl_async.asynchrony.waiting import within
+from verl_async.asynchrony.waiting import together, within
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from verl_async.config import EvaluationConfig, RolloutConfig
     from verl_async.rollout.interface import SamplingParams
 
-_SEED = 7
+_SEED: Final = 0x6576616C
 """Apart from the training streams, and the same at each evaluation, so that only the weights differ."""
 
 
@@ -60,7 +59,7 @@ class Evaluation:
         """
         draws = [Draw(number, encoded) for number, encoded in enumerate(self.prompts)]
         shares = [draws[place :: len(self.workers)] for place in range(len(self.workers))]
-        answered = await asyncio.gather(*map(self._answer, self.workers, shares))
+        answered = await together(*map(self._answer, self.workers, shares))
         groups = [group for share in answered for group in share]
         return {
             "exact_match": fmean(group.exact[0] for group in groups),

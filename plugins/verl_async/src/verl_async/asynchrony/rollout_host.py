@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from verl_async.asynchrony.actors import Acknowledgement
 from verl_async.asynchrony.shared_slots import SharedSlots
 from verl_engine.engine.weight_bucket import combine_checksums, read_bucket
 
@@ -54,8 +55,8 @@ class RolloutHost:
         self._engine.load_weights(read_bucket(buffer, bucket, checksum))
         self._checksums.append(checksum)
 
-    def commit_weights(self, version: int) -> int:
-        """Put the loaded weights in force and return the combined checksum of what was loaded.
+    def commit_weights(self, version: int) -> Acknowledgement:
+        """Put the loaded weights in force, and return what the engine then has.
 
         Raises:
             WeightsError: some weights did not arrive.
@@ -63,4 +64,4 @@ class RolloutHost:
         self._engine.commit_weights(version)
         checksum = combine_checksums(self._checksums)
         self._checksums = []
-        return checksum
+        return Acknowledgement(self._engine.version, checksum)

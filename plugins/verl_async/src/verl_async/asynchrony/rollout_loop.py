@@ -6,13 +6,13 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from verl_async.asynchrony.samples import Draw
 from verl_async.asynchrony.waiting import within
 
 if TYPE_CHECKING:
     from verl_async.asynchrony.actors import RolloutWorker
     from verl_async.asynchrony.prompt_source import PromptSource
     from verl_async.asynchrony.sample_queue import SampleQueue
+    from verl_async.asynchrony.samples import Draw
     from verl_async.asynchrony.scoring import Scorer
     from verl_async.asynchrony.staleness import StalenessBudget
     from verl_async.asynchrony.timeline import Timeline
@@ -49,34 +49,32 @@ class RolloutLoop:
             if not numbers:
                 return
             draws = [self.source.draw(number) for number in numbers]
-            groups, num_interruptions = await self._generate(draws)
-            with self.timeline.span(self.worker.name, "score"):
-                scored = [
-                    await self.scorer.score(draw, group, num_interruptions)
-                    for draw, group in zip(draws, groups, strict=True)
-                ]
-            with self.timeline.span(self.worker.name, "wait for trainer"):
-                for group in scored:
+            for draw, (samples, num_interruptions) in zip(draws, await self._generate(draws), strict=True):
+                with self.timeline.span(self.worker.name, "score"):
+                    group = await self.scorer.score(draw, samples, num_interruptions)
+                with self.timeline.span(self.worker.name, "wait for trainer"):
                     await self.queue.put(group, self.put_timeout_s)
 
-    async def _generate(self, draws: list[Draw]) -> tuple[list[list[Generation]], int]:
+    async def _generate(self, draws: list[Draw]) -> list[tuple[list[Generation], int]]:
         """Generate all samples of the draws; where a weight sync interrupts, go on with the tokens there are.
 
         Returns:
-            The samples of each draw, and the number of interruptions.
+            For each draw its samples, and how many times one of them was interrupted.
         """
+        size = self.config.n
         requests = [
             request for draw in draws for request in draw.requests(self.config.n, self.sampling, self.source.seed)
         ]
         generations = await self._generate_once(requests)
-        num_interruptions = 0
+        num_interruptions = [0] * len(draws)
         while unfinished := [i for i, found in enumerate(generations) if found.finish_reason == "interrupted"]:
-            num_interruptions += 1
+            for place in {index // size for index in unfinished}:
+                num_interruptions[place] += 1
             rest = [replace(requests[index], so_far=generations[index]) for index in unfinished]
             for index, generation in zip(unfinished, await self._generate_once(rest), strict=True):
                 generations[index] = generation
-        size = self.config.n
-        return [generations[start : start + size] for start in range(0, len(generations), size)], num_interruptions
+        groups = [generations[start : start + size] for start in range(0, len(generations), size)]
+        return list(zip(groups, num_interruptions, strict=True))
 
     async def _generate_once(self, requests: list[GenerationRequest]) -> list[Generation]:
         async with AsyncExitStack() as stack:

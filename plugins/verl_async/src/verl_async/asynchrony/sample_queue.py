@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING
 
-from verl_engine.contract.errors import StuckError
+from verl_async.asynchrony.waiting import within
 
 if TYPE_CHECKING:
     from verl_async.asynchrony.samples import ScoredGroup
@@ -33,9 +33,8 @@ class SampleQueue:
         """
         async with self._changed:
             while len(self._groups) >= self._size:
-                await self._wait(
-                    timeout_s, f"the sample queue is full ({self._size} groups), and the trainer took none for"
-                )
+                trouble = f"the sample queue is full ({self._size} groups): the trainer took none"
+                await within(timeout_s, trouble, self._changed.wait())
             self._groups.append(group)
             self._changed.notify_all()
 
@@ -49,14 +48,8 @@ class SampleQueue:
         async with self._changed:
             while len(taken) < count:
                 while not self._groups:
-                    await self._wait(timeout_s, f"the trainer has {len(taken)} of {count} groups, and rollouts brought none for")
+                    trouble = f"the trainer has {len(taken)} of {count} groups: the rollout workers brought none"
+                    await within(timeout_s, trouble, self._changed.wait())
                 taken.append(self._groups.popleft())
                 self._changed.notify_all()
         return taken
-
-    async def _wait(self, timeout_s: float, trouble: str) -> None:
-        """Wait for a change."""
-        try:
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
-        except asyncio.TimeoutError as error:
-            raise StuckError(f"{trouble} {timeout_s:g} s") from error

@@ -31,7 +31,7 @@ class Draw:
     encoded: EncodedPrompt
 
     def requests(self, num_samples: int, sampling: SamplingParams, seed: int) -> list[GenerationRequest]:
-        """Make the requests of the group; each sample's random stream follows from seed, draw and place in the group."""
+        """Make the group's requests; each sample's random stream follows from seed, draw and place in the group."""
         return [
             GenerationRequest(self.encoded.token_ids, sampling, stream_seed(seed, self.number, place))
             for place in range(num_samples)

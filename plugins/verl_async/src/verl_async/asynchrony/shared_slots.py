@@ -1,4 +1,4 @@
-"""Two buffers in shared memory: the trainer writes weight buckets into them, rollout workers of the machine read them."""
+"""Two buffers in shared memory: the trainer writes weight buckets, rollout workers of the machine read them."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ class SharedSlots:
                     _allocate(descriptor, num_bytes)
                 finally:
                     os.close(descriptor)
+            return cls(paths)
         except OSError as error:
             for path in paths:
                 Path(path).unlink()
             raise WeightsError(
                 f"weight_sync needs {NUM_SLOTS} buffers of {num_bytes / 2**20:.1f} MiB in {folder}, which has "
-                f"{shutil.disk_usage(folder).free / 2**20:.1f} MiB free ({error.strerror}); lower weight_sync.bucket_bytes, "
-                "make room, or set weight_sync.transport=object_store"
+                f"{shutil.disk_usage(folder).free / 2**20:.1f} MiB free ({error.strerror}); lower "
+                "weight_sync.bucket_bytes, make room, or set weight_sync.transport=object_store"
             ) from error
-        return cls(paths)
 
     def unlink(self) -> None:
         """Remove the names; the mapped memory stays."""

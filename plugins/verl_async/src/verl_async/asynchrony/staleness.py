@@ -28,7 +28,7 @@ class StalenessBudget:
     """
 
     def __init__(self, limit: int, total: int) -> None:
-        """Start with a full budget.
+        """Start with nothing: before the first sync the rollout workers do not have the trainer's weights.
 
         Args:
             limit: prompts started and not trained on, as of the last sync; see `prompts_between_syncs`.
@@ -36,9 +36,12 @@ class StalenessBudget:
         """
         self._limit = limit
         self._total = total
+        self._allowed = 0
+        """Prompts that may be started until the next sync, those started before included."""
+        self._granted = 0
+        """How many of them the last sync added, or found not yet started."""
         self._started = 0
         self._trained = 0
-        self._trained_at_sync = 0
         self._changed = asyncio.Event()
 
     @property
@@ -49,7 +52,7 @@ class StalenessBudget:
     @property
     def available(self) -> int:
         """Prompts that may be started now."""
-        return min(self._trained_at_sync + self._limit, self._total) - self._started
+        return self._allowed - self._started
 
     @property
     def exhausted(self) -> bool:
@@ -63,14 +66,14 @@ class StalenessBudget:
 
         Args:
             at_most: that many.
-            num_sharers: workers that want some too; each takes at most its share.
+            num_sharers: workers that want some too; each takes at most its share of what the last sync granted.
         Returns:
             Numbers of the draws; empty once the job needs no more.
         """
-        while self.available <= 0 and not self.exhausted:
+        while not self.available and not self.exhausted:
             self._changed.clear()
             await self._changed.wait()
-        count = max(0, min(at_most, -(-self.available // num_sharers)))
+        count = min(at_most, self.available, -(-self._granted // num_sharers))
         first = self._started
         self._started += count
         if self.exhausted:
@@ -83,5 +86,6 @@ class StalenessBudget:
 
     def synced(self) -> None:
         """Note that the rollout workers have the trainer's weights; grants what that allows."""
-        self._trained_at_sync = self._trained
+        self._allowed = min(self._trained + self._limit, self._total)
+        self._granted = self.available
         self._changed.set()

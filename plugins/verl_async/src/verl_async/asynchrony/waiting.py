@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, TypeVar
+import time
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl_engine.contract.errors import StuckError
 
@@ -13,17 +14,55 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+class TimeLimit:
+    """A limit for several waits together."""
+
+    def __init__(self, timeout_s: float) -> None:
+        """Start the clock."""
+        self._timeout_s = timeout_s
+        self._end_s = time.monotonic() + timeout_s
+
+    async def within(self, who: str, what: Awaitable[T]) -> T:
+        """Await something for as long as the limit still allows; see `within`."""
+        task = asyncio.ensure_future(what)
+        try:
+            # Not wait_for: before Python 3.12 it forgets a cancellation that comes together with the result, and it
+            # takes a TimeoutError of what it awaits for its own.
+            await asyncio.wait({task}, timeout=max(0.0, self._end_s - time.monotonic()))
+        except asyncio.CancelledError:
+            await end(task)
+            raise
+        if not task.done():
+            await end(task)
+            raise StuckError(f"{who} within {self._timeout_s:g} s")
+        return task.result()
+
+
 async def within(timeout_s: float, who: str, what: Awaitable[T]) -> T:
     """Await something for at most `timeout_s` seconds.
 
     Args:
         timeout_s: the limit.
         who: subject and verb of the error, such as ``trainer ranks 0, 1 did not finish an optimizer step``.
-        what: cancelled when the limit passes.
+        what: cancelled when the limit passes; it has ended when this returns or raises.
     Raises:
         StuckError: the limit passed.
     """
+    return await TimeLimit(timeout_s).within(who, what)
+
+
+async def together(*parts: Awaitable[T]) -> list[T]:
+    """Await all parts at once; the first failure cancels the others, and is raised when they have ended."""
+    tasks = [asyncio.ensure_future(part) for part in parts]
     try:
-        return await asyncio.wait_for(what, timeout_s)
-    except asyncio.TimeoutError as error:
-        raise StuckError(f"{who} within {timeout_s:g} s") from error
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        await end(*tasks)
+        raise
+
+
+async def end(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks and wait until they have ended, however they do."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -7,12 +7,14 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from verl_async.asynchrony.waiting import within
+from verl_async.asynchrony.actors import Acknowledgement
+from verl_async.asynchrony.shared_slots import NUM_SLOTS
+from verl_async.asynchrony.waiting import TimeLimit, end, together, within
 from verl_engine.contract.errors import WeightsError
 from verl_engine.engine.weight_bucket import combine_checksums
 
 if TYPE_CHECKING:
-    from verl_async.asynchrony.actors import RolloutClient, RolloutWorker, Trainer
+    from verl_async.asynchrony.actors import BucketDelivery, RolloutClient, RolloutWorker, Trainer
     from verl_async.config import WeightSyncConfig
 
 
@@ -36,21 +38,22 @@ class WeightSync:
         """Bring the next version to all workers; generation rests meanwhile.
 
         Raises:
-            WeightsError: a worker acknowledged other bytes than the trainer sent.
-            StuckError: it took longer than ``weight_sync.timeout_s``; names who did not answer.
+            WeightsError: a worker acknowledged another version or other bytes than the trainer sent.
+            StuckError: stopping generation, or all the rest, took longer than ``weight_sync.timeout_s``; names who did
+                not answer.
         """
         async with AsyncExitStack() as stack:
-            clients = [await self._pause(stack, worker) for worker in self.workers]
-            version = self.version + 1
-            checksum = await self._send(clients)
-            acknowledged = await asyncio.gather(*(self._commit(client, version) for client in clients))
+            clients = await together(*(self._pause(stack, worker) for worker in self.workers))
+            limit = TimeLimit(self.config.timeout_s)
+            sent = Acknowledgement(self.version + 1, await self._send(clients, limit))
+            acknowledged = await together(*(self._commit(client, sent.version, limit) for client in clients))
             for client, found in zip(clients, acknowledged, strict=True):
-                if found != checksum:
+                if found != sent:
                     raise WeightsError(
-                        f"{client.name} acknowledged version {version} with checksum {found:#010x}, but the trainer sent "
-                        f"{checksum:#010x}"
+                        f"{client.name} acknowledged version {found.version} with checksum {found.checksum:#010x}, "
+                        f"but the trainer sent version {sent.version} with checksum {sent.checksum:#010x}"
                     )
-            self.version = version
+            self.version = sent.version
 
     async def _pause(self, stack: AsyncExitStack, worker: RolloutWorker) -> RolloutClient:
         limit = self.config.timeout_s if self.interrupt else self.config.timeout_s + self.generation_timeout_s
@@ -60,43 +63,39 @@ class WeightSync:
             stack.enter_async_context(worker.paused(interrupt=self.interrupt)),
         )
 
-    async def _send(self, clients: list[RolloutClient]) -> int:
-        """Send all buckets through two slots: one is read while the other is written. Return the combined checksum."""
-        buckets = await within(
-            self.config.timeout_s,
+    async def _send(self, clients: list[RolloutClient], limit: TimeLimit) -> int:
+        """Send all buckets through two slots: one is read while the next is written into the other.
+
+        A worker reads one bucket at a time: its engine takes calls from one thread, and the checksums in their order.
+
+        Returns:
+            The combined checksum.
+        """
+        buckets = await limit.within(
             "the trainer did not plan the weight buckets",
             self.trainer.plan_weight_buckets(self.config.bucket_bytes, self.dtype),
         )
         checksums = []
-        reading: list[asyncio.Future[list[None]] | None] = [None, None]
+        reading: asyncio.Future[list[None]] = asyncio.ensure_future(together())
         try:
             for index in range(len(buckets)):
-                slot = index % 2
-                await self._read(reading[slot])
-                delivery = await within(
-                    self.config.timeout_s,
-                    f"the trainer did not write weight bucket {index + 1} of {len(buckets)}",
-                    self.trainer.write_weight_bucket(index, slot),
+                which = f"weight bucket {index + 1} of {len(buckets)}"
+                delivery = await limit.within(
+                    f"the trainer did not write {which}", self.trainer.write_weight_bucket(index, index % NUM_SLOTS)
                 )
                 checksums.append(delivery.checksum)
-                reading[slot] = asyncio.gather(*(client.load_bucket(delivery) for client in clients))
-            for pending in (reading[len(buckets) % 2], reading[(len(buckets) + 1) % 2]):
-                await self._read(pending)
+                await reading
+                loads = [self._load(client, delivery, which, limit) for client in clients]
+                reading = asyncio.ensure_future(together(*loads))
+            await reading
         finally:
-            for pending in reading:
-                if pending is not None:
-                    pending.cancel()
+            await end(reading)
         return combine_checksums(checksums)
 
-    async def _read(self, pending: asyncio.Future[list[None]] | None) -> None:
-        """Wait until every worker has read a slot."""
-        if pending is not None:
-            names = ", ".join(worker.name for worker in self.workers)
-            await within(self.config.timeout_s, f"{names}: not all took a weight bucket", pending)
+    async def _load(self, client: RolloutClient, delivery: BucketDelivery, which: str, limit: TimeLimit) -> None:
+        await limit.within(f"{client.name} did not take {which}", client.load_bucket(delivery))
 
-    async def _commit(self, client: RolloutClient, version: int) -> int:
-        return await within(
-            self.config.timeout_s,
-            f"{client.name} did not acknowledge weights version {version}",
-            client.commit_weights(version),
+    async def _commit(self, client: RolloutClient, version: int, limit: TimeLimit) -> Acknowledgement:
+        return await limit.within(
+            f"{client.name} did not acknowledge weights version {version}", client.commit_weights(version)
         )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+import re
+from typing import TYPE_CHECKING, Any, Final
 
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from verl_engine.contract.errors import EngineError
 
@@ -14,9 +15,16 @@ if TYPE_CHECKING:
 
     from ray import ObjectRef
 
+_GRACE_S: Final = 2.0
+"""How long to wait for the other failures: a rank whose peer died often fails first, and only says that it lost it."""
+
 
 class ActorError(EngineError):
     """A Ray actor died, or failed with an error that is not one of ours."""
+
+
+class ActorDiedError(ActorError):
+    """The process of an actor is gone."""
 
 
 async def answer(reference: ObjectRef[Any], who: str) -> Any:
@@ -24,7 +32,8 @@ async def answer(reference: ObjectRef[Any], who: str) -> Any:
 
     Raises:
         EngineError: what the actor raised, if it was one.
-        ActorError: the actor died, or raised something else; names it.
+        ActorDiedError: its process is gone; names it.
+        ActorError: it raised something else; names it.
     """
     try:
         return await reference
@@ -33,15 +42,52 @@ async def answer(reference: ObjectRef[Any], who: str) -> Any:
         if isinstance(cause, EngineError):
             raise cause from error
         raise ActorError(f"{who} failed: {type(cause).__name__}: {cause}") from error
-    except RayActorError as error:
-        raise ActorError(
-            f"{who} died: {error}. If the machine ran out of memory, lower trainer.max_tokens_per_micro_batch or "
-            "rollout.max_batch_prompts"
+    except (RayActorError, OutOfMemoryError) as error:
+        raise ActorDiedError(
+            f"{who} died{_reason(error)}. If the machine ran out of memory, lower "
+            "trainer.max_tokens_per_micro_batch or rollout.max_batch_prompts"
         ) from error
     except RayError as error:
         raise ActorError(f"{who} could not be reached: {error}") from error
 
 
 async def answers(references: Sequence[ObjectRef[Any]], names: Sequence[str]) -> list[Any]:
-    """Await the results of several actors; the first failure is raised."""
-    return list(await asyncio.gather(*map(answer, references, names)))
+    """Await the results of several actors.
+
+    Raises:
+        EngineError: the failure that says most about the cause, of those that came up soon after the first.
+    """
+    waiting = [asyncio.ensure_future(answer(*pair)) for pair in zip(references, names, strict=True)]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
+        failures = _failures(waiting)
+        if failures and not isinstance(failures[0], ActorDiedError):
+            await asyncio.wait(waiting, timeout=_GRACE_S)
+            failures = _failures(waiting)
+    finally:
+        for one in waiting:
+            one.cancel()
+    if failures:
+        raise min(failures, key=_distance_from_cause)
+    return [one.result() for one in waiting]
+
+
+def _failures(waiting: Sequence[asyncio.Future[Any]]) -> list[BaseException]:
+    failed = (one.exception() for one in waiting if one.done() and not one.cancelled())
+    return [error for error in failed if error is not None]
+
+
+def _distance_from_cause(error: BaseException) -> int:
+    """A death explains the errors of others; an error of ours says what to do; the rest may be a lost connection."""
+    if isinstance(error, ActorDiedError):
+        return 0
+    return 2 if isinstance(error, ActorError) else 1
+
+
+def _reason(error: RayError) -> str:
+    """Shorten Ray's page about a death to which process it was, and what happened."""
+    text = " ".join(str(error).split())
+    process = re.search(r"\bpid: (\d+)", text)
+    detail = text.partition("Worker exit detail: ")[2] or text
+    happened = detail.partition(" Some common causes")[0].rstrip(".")
+    return f"{f' (process {process[1]})' if process else ''}: {happened}"

@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import ray
 
-from verl_engine.contract.errors import ConfigError
+from verl_async.ray.answers import ActorError
+from verl_async.termination import sigterm_as_interrupt
+from verl_engine.contract.errors import ConfigError, StuckError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from verl_async.config import RayConfig
 
+T = TypeVar("T")
 
-@dataclass(frozen=True, slots=True)
-class ActorNeeds:
-    """What one kind of actor needs."""
+_QUIET: Final[dict[str, Any]] = {"logging_level": logging.ERROR, "log_to_driver": False}
+"""Neither Ray's own remarks nor what the processes print goes between the lines of our progress."""
 
-    field: str
-    """Config field that says how many; for messages."""
-    count: int
-    device: str
-    """``auto``, ``cpu``, ``cuda`` or ``npu``."""
-    num_threads: int
-
-
-_RESOURCES = {"cuda": "GPU", "npu": "NPU"}
+_KNOCK_S: Final = 10.0
 
 
 @contextmanager
@@ -41,62 +36,65 @@ def ray_cluster(config: RayConfig, num_actors: int) -> Iterator[None]:
         config: the ``ray`` section.
         num_actors: how many the job starts: a cluster of its own has a CPU slot for each, whatever the machine has.
     Raises:
-        ConfigError: the address does not answer.
+        ConfigError: the address does not answer, or Ray does not start here.
     """
-    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    with ThreadPoolExecutor(1, "ray") as thread:
+        logs = ""
+        try:
+            logs = _undisturbed(thread, lambda: _connect(config, num_actors))
+            with sigterm_as_interrupt():  # once more: Ray has put a handler of its own in place, which aborts
+                yield
+        except (ActorError, StuckError) as error:
+            raise type(error)(f"{error}. What its processes printed is in {logs}, in files named *.err") from error
+        finally:
+            _undisturbed(thread, ray.shutdown)
+
+
+def _connect(config: RayConfig, num_actors: int) -> str:
+    """Return the folder of the log files, which has the same path on every node."""
+    address = config.address
     try:
-        if config.address is None:
-            ray.init(
+        if address is None:
+            context = ray.init(
+                # Without it, Ray would take a cluster that it finds in RAY_ADDRESS, or one that runs on this machine.
+                address="local",
                 num_cpus=max(num_actors, os.cpu_count() or 1),
                 object_store_memory=config.object_store_bytes,
                 include_dashboard=False,
-                **quiet,
+                **_QUIET,
             )
         else:
-            ray.init(address=config.address, **quiet)
-    except (ConnectionError, ValueError, OSError) as error:
-        what = "a new cluster could not be started" if config.address is None else "the cluster does not answer"
-        raise ConfigError(f"ray.address={config.address}: {what} ({error})") from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
+            _knock(address)
+            context = ray.init(address=address, **_QUIET)
+    except Exception as error:
+        # Ray raises whatever comes up, a bare Exception too.
+        reason = f"({type(error).__name__}: {error})"
+        if address is None:
+            raise ConfigError(f"Ray could not start a cluster on this machine {reason}") from error
+        raise ConfigError(
+            f"ray.address={address}: no Ray cluster answers there {reason}; start one with `ray start --head`, or "
+            "leave the address out: then one is started for the job"
+        ) from error
+    about = getattr(context, "address_info", {})  # a connection through ray:// has none
+    return f"{about.get('session_dir', '<its session folder>')}/logs"
 
 
-def actor_options(needs: list[ActorNeeds]) -> list[dict[str, Any]]:
-    """Choose the resources of each kind of actor.
+def _knock(address: str) -> None:
+    """Try a host:port first: where nobody answers, Ray tries on for a quarter of an hour."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=_KNOCK_S).close()
 
-    Raises:
-        ConfigError: the cluster does not have them: Ray would wait for ever.
+
+def _undisturbed(thread: ThreadPoolExecutor, call: Callable[[], T]) -> T:
+    """Call something in a thread, so that no signal cuts it off: Ctrl-C comes up here once the call is over.
+
+    Cut off halfway, `ray.init` and `ray.shutdown` leave processes behind, or crash. In the main thread `ray.init` would
+    also leave by SystemExit at SIGTERM. The thread must live on: Linux ends what Ray has started with the thread that
+    started it.
     """
-    available = ray.cluster_resources()
-    options = []
-    for need in needs:
-        resource = _accelerator(need, available)
-        options.append(
-            {
-                "num_cpus": 1,
-                "num_gpus": 1 if resource == "GPU" else 0,
-                "resources": {"NPU": 1} if resource == "NPU" else {},
-                # Threads that spin on a core another rank works on slow both tenfold.
-                "runtime_env": {
-                    "env_vars": {"OMP_NUM_THREADS": str(need.num_threads), "OMP_WAIT_POLICY": "PASSIVE"}
-                },
-            }
-        )
-        for name in ("CPU", resource):
-            if name is not None:
-                available[name] = available.get(name, 0) - need.count
-                if available[name] < 0:
-                    raise ConfigError(
-                        f"{need.field}={need.count} actors need as many {name}s, and the Ray cluster is {-available[name]:g} "
-                        f"short; lower it, add nodes, or set the device to cpu"
-                    )
-    return options
-
-
-def _accelerator(need: ActorNeeds, available: dict[str, float]) -> str | None:
-    """Return Ray's name of the accelerator an actor takes, or None for the CPU."""
-    if need.device == "auto":
-        return next((name for name in ("NPU", "GPU") if available.get(name, 0) >= 1), None)
-    return _RESOURCES.get(need.device)
+    future = thread.submit(call)
+    try:
+        return future.result()
+    finally:
+        wait([future])

@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import ray
+
 from verl_async.asynchrony.assembly import Actors, Watchers, assemble_supervised, assemble_training
 from verl_async.asynchrony.inputs import (
     ModelTexts,
@@ -15,10 +17,10 @@ from verl_async.asynchrony.inputs import (
     read_training_prompts,
 )
 from verl_async.asynchrony.waiting import within
-from verl_async.ray.cluster import ActorNeeds, actor_options, ray_cluster
+from verl_async.ray.cluster import ray_cluster
+from verl_async.ray.resources import ActorNeeds, divide_resources
 from verl_async.ray.rollout import RayRolloutClient
 from verl_async.ray.trainer import RayTrainer
-from verl_async.termination import sigterm_as_interrupt
 from verl_engine.contract.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,7 +53,8 @@ def run_train_job(job: TrainJob, output: OutputFolder, listener: JobListener, ti
             training = assemble_training(job, texts, prompts, held_out, actors, watchers)
             await _run_and_save(training, actors, texts, output.model, listener)
 
-    with ray_cluster(job.ray, job.trainer.num_ranks + job.rollout.num_workers), sigterm_as_interrupt():
+    listener.on_status("starting Ray")
+    with ray_cluster(job.ray, job.trainer.num_ranks + job.rollout.num_workers):
         asyncio.run(run())
 
 
@@ -69,7 +72,8 @@ def run_sft_job(job: SftJob, output: OutputFolder, listener: JobListener, timeli
             training = assemble_supervised(job, texts, examples, held_out, actors, watchers)
             await _run_and_save(training, actors, texts, output.model, listener)
 
-    with ray_cluster(job.ray, job.trainer.num_ranks + num_rollouts), sigterm_as_interrupt():
+    listener.on_status("starting Ray")
+    with ray_cluster(job.ray, job.trainer.num_ranks + num_rollouts):
         asyncio.run(run())
 
 
@@ -84,20 +88,18 @@ class _RayActors(Actors):
 @asynccontextmanager
 async def _actors(job: TrainJob | SftJob, num_rollouts: int, listener: JobListener) -> AsyncIterator[_RayActors]:
     """Start trainer ranks and rollout workers; the cluster ends them."""
-    listener.on_status(f"starting {job.trainer.num_ranks} trainer ranks and {num_rollouts} rollout workers")
-    trainer_options, *rollout_options = actor_options(
-        [
-            ActorNeeds("trainer.num_ranks", job.trainer.num_ranks, job.engine.device, job.engine.num_threads),
-            *(
-                [ActorNeeds("rollout.num_workers", num_rollouts, job.rollout.device, job.rollout.num_threads)]
-                if num_rollouts
-                else []
-            ),
-        ]
+    num_ranks = job.trainer.num_ranks
+    listener.on_status(f"starting trainer ranks ({num_ranks}) and rollout workers ({num_rollouts})")
+    for_rank, for_worker = divide_resources(
+        ActorNeeds("trainer.num_ranks", num_ranks, "engine.device", job.engine.device, job.engine.num_threads),
+        ActorNeeds("rollout.num_workers", num_rollouts, "rollout.device", job.rollout.device, job.rollout.num_threads),
+        ray.cluster_resources(),
     )
-    trainer = RayTrainer(job.engine, job.model.path, job.trainer, trainer_options)
+    trainer = RayTrainer(job.engine, job.model.path, job.trainer, for_rank.options())
+    if for_worker.share < 1:
+        await trainer.place()
     rollouts = [
-        RayRolloutClient(index, job.rollout, job.model.path, rollout_options[0]) for index in range(num_rollouts)
+        RayRolloutClient(index, job.rollout, job.model.path, for_worker.options()) for index in range(num_rollouts)
     ]
     names = ", ".join(client.name for client in rollouts)
     await asyncio.gather(
@@ -140,7 +142,7 @@ async def _run_and_save(
     try:
         await training.run()
     except asyncio.CancelledError:
-        listener.on_status("interrupted: saving the model as it is")
+        listener.on_status("interrupted: saving the model as it is (Ctrl-C again leaves it unsaved)")
         await _save(actors, texts, folder)
         raise
     listener.on_status("saving the model")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from verl_async.asynchrony.actors import BucketDelivery
+    from verl_async.asynchrony.actors import Acknowledgement, BucketDelivery
     from verl_async.config import RolloutConfig
     from verl_async.rollout.interface import Generation, GenerationRequest
     from verl_engine.engine.weight_bucket import WeightBucket
@@ -58,7 +58,7 @@ class RolloutActor:
         """See `RolloutHost.load_bucket`; Ray hands over the payload itself."""
         await asyncio.to_thread(self._host.load_bucket, bucket, payload, checksum)
 
-    async def commit_weights(self, version: int) -> int:
+    async def commit_weights(self, version: int) -> Acknowledgement:
         """See `RolloutHost.commit_weights`."""
         return await asyncio.to_thread(self._host.commit_weights, version)
 
@@ -70,7 +70,7 @@ class RayRolloutClient:
         """Start the actor; `start` waits for it."""
         self.name = f"rollouter-{index}"
         self.node_id = ""
-        self.actor = ray.remote(RolloutActor).options(**options).remote(config, model_folder)
+        self.actor: Any = ray.remote(RolloutActor).options(**options).remote(config, model_folder)
 
     async def start(self) -> None:
         """Load the model."""
@@ -91,10 +91,9 @@ class RayRolloutClient:
 
     async def load_bucket(self, delivery: BucketDelivery) -> None:
         """Check a bucket and copy it into the model."""
-        await answer(
-            self.actor.load_bucket.remote(delivery.bucket, delivery.payload, delivery.checksum), self.name
-        )
+        await answer(self.actor.load_bucket.remote(delivery.bucket, delivery.payload, delivery.checksum), self.name)
 
-    async def commit_weights(self, version: int) -> int:
-        """Put the loaded weights in force; return their checksum."""
-        return int(await answer(self.actor.commit_weights.remote(version), self.name))
+    async def commit_weights(self, version: int) -> Acknowledgement:
+        """Put the loaded weights in force."""
+        acknowledgement: Acknowledgement = await answer(self.actor.commit_weights.remote(version), self.name)
+        return acknowledgement

@@ -34,26 +34,33 @@ class TrainerActor:
     """One rank; blocking methods, called one after the other."""
 
     def __init__(self, config: EngineConfig, model_folder: Path, rank: int, num_ranks: int) -> None:
-        """Load the backend's hooks; nothing heavy yet."""
-        self._worker = EngineWorker(config, model_folder, rank, num_ranks)
-        self._host = TrainerHost(self._worker, rank)
+        """Remember what to do: an error raised here would reach the driver as the text of a dead actor only."""
+        self._config = config
+        self._model_folder = model_folder
+        self._rank = rank
+        self._num_ranks = num_ranks
 
-    def address(self, port: int | None) -> tuple[str, str]:
-        """Return this node's id, and where the process group can meet on it.
+    def node_id(self) -> str:
+        """Return the id of the node this rank was placed on."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    def address(self, port: int | None) -> str:
+        """Return where the process group can meet on this node.
 
         Args:
             port: as configured, or None for a free one.
         """
-        context = ray.get_runtime_context()
         host = ray.util.get_node_ip_address()
         if port is None:
             with socket.socket() as probe:
                 probe.bind((host, 0))
                 port = probe.getsockname()[1]
-        return context.get_node_id(), f"tcp://{host}:{port}"
+        return f"tcp://{host}:{port}"
 
     def start(self, init_method: str, timeout_s: float) -> None:
-        """Join the process group and build the engine."""
+        """Load the backend, join the process group and build the engine."""
+        self._worker = EngineWorker(self._config, self._model_folder, self._rank, self._num_ranks)
+        self._host = TrainerHost(self._worker, self._rank)
         self._worker.prepare(init_method, timeout_s)
         self._worker.create("actor")
 
@@ -109,18 +116,25 @@ class RayTrainer:
         self._buckets: list[WeightBucket] = []
         self.node_id = ""
         actor = ray.remote(TrainerActor)
-        self.actors = [
+        self.actors: list[Any] = [
             actor.options(**options).remote(engine, model_folder, rank, config.num_ranks)
             for rank in range(config.num_ranks)
         ]
 
+    async def place(self) -> None:
+        """Wait until every rank has a process on a node with the accelerator it needs."""
+        self.node_id, *_ = await within(
+            self._config.timeout_s, "the trainer ranks did not all get a process", self._all("node_id")
+        )
+
     async def start(self) -> None:
         """Bring all ranks into one process group and build the engines."""
-        timeout_s = self._config.timeout_s
-        self.node_id, address = await within(
+        await self.place()
+        timeout_s, first = self._config.timeout_s, self._names[0]
+        address = await within(
             timeout_s,
-            "trainer rank 0 did not start",
-            answer(self.actors[0].address.remote(self._config.master_port), self._names[0]),
+            f"{first} did not find a port",
+            answer(self.actors[0].address.remote(self._config.master_port), first),
         )
         await within(timeout_s, "the trainer ranks did not build their engines", self._all("start", address, timeout_s))
 
@@ -131,16 +145,16 @@ class RayTrainer:
             WeightsError: there is not enough room for two buckets.
             StuckError: a reader did not map them in time.
         """
-        first = self.actors[0]
-        paths = await within(timeout_s, f"{self._names[0]} did not make buffers", answer(first.open_slots.remote(), self._names[0]))
+        first, name = self.actors[0], self._names[0]
         try:
+            paths = await within(timeout_s, f"{name} did not make buffers", answer(first.open_slots.remote(), name))
             await within(
                 timeout_s,
                 f"{', '.join(reader.name for reader in readers)}: not all mapped the weight buffers",
                 asyncio.gather(*(reader.attach_slots(paths) for reader in readers)),
             )
-        finally:
-            await within(timeout_s, f"{self._names[0]} did not unlink its buffers", answer(first.unlink_slots.remote(), self._names[0]))
+        finally:  # also where Ctrl-C comes before the answer: the files would stay behind
+            await within(timeout_s, f"{name} did not unlink its buffers", answer(first.unlink_slots.remote(), name))
 
     async def train_batch(self, batches: RankBatches, loss_fn: LossFn, temperature: float) -> StepReport:
         """Make one optimizer step; every rank reports the same."""
@@ -167,9 +181,7 @@ class RayTrainer:
 
     async def save_pretrained(self, folder: Path) -> None:
         """Write a Hugging Face folder."""
-        await within(
-            self._config.timeout_s, "the trainer did not save the model", self._all("save_pretrained", folder)
-        )
+        await within(self._config.timeout_s, "the trainer did not save the model", self._all("save_pretrained", folder))
 
     async def close(self) -> None:
         """Leave the process group; the cluster ends the actors."""

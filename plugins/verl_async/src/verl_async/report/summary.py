@@ -6,8 +6,8 @@ import math
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Final, Literal
 
+from verl_async.asynchrony.timeline import IdleRatios
 from verl_async.config import TrainJob
-from verl_async.report.idle import idle_ratio
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,7 +42,8 @@ def build_summary(
     """
     exact_match_first, exact_match_last = _first_and_last(record, "exact_match")
     reward_first, reward_last = _first_and_last(record, "reward")
-    trainer_idle, rollouter_idle = idle_ratio(spans, "trainer"), idle_ratio(spans, "rollouter")
+    idle = IdleRatios(spans)
+    trainer_idle, rollouter_idle = idle.of("trainer"), idle.of("rollouter")
     return {
         "status": status,
         "backend": job.engine.backend,
@@ -55,7 +56,7 @@ def build_summary(
         "num_steps": len(record.steps),
         "num_steps_planned": job.trainer.num_steps,
         "num_steps_skipped": sum(not entry.metrics.get("step_applied", 1.0) for entry in record.steps),
-        "num_samples": len(record.steps) * _samples_per_step(job),
+        "num_prompts": len(record.steps) * _prompts_per_step(job),
         "stale_samples": _last_count(record, "fully_async/count/stale_samples_processed"),
         "weight_versions": _last_count(record, "weight_version"),
         "trainer_idle_ratio": None if trainer_idle is None else round(trainer_idle, 4),
@@ -64,10 +65,10 @@ def build_summary(
     }
 
 
-def _samples_per_step(job: TrainJob | SftJob) -> int:
-    """Sequences taken up by one training step."""
+def _prompts_per_step(job: TrainJob | SftJob) -> int:
+    """Prompts, or supervised examples, that one training step takes up; stale samples are counted in prompts too."""
     if isinstance(job, TrainJob):
-        return job.async_training.require_batches * job.trainer.mini_batch_size * job.rollout.n
+        return job.async_training.require_batches * job.trainer.mini_batch_size
     return job.trainer.batch_size
 
 

@@ -41,8 +41,8 @@ class Generation:
 
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    """Nats: log-probability of each drawn token under the full softmax(logits / temperature) of the weights that drew it
-    (before top-p and top-k; at temperature 0, of softmax(logits))."""
+    """Nats: log-probability of each drawn token under the full softmax(logits / temperature) of the weights that drew
+    it (before top-p and top-k; at temperature 0, of softmax(logits))."""
     weight_versions: list[int] = field(default_factory=list)
     """Version of the weights that drew each token."""
     finish_reason: FinishReason = "interrupted"
@@ -63,7 +63,8 @@ class GenerationRequest:
 class RolloutEngine(ABC):
     """Generates tokens and takes new weights in place. Only `interrupt` may be called from another thread.
 
-    Subclasses are built as ``Engine(config, model_folder)``, and named in the entry-point group ``verl_async.rollouts``.
+    Subclasses are built as ``Engine(config, model_folder)``, and are named in the entry-point group
+    ``verl_async.rollouts``.
     """
 
     version: int

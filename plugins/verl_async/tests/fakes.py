@@ -1,0 +1,302 @@
+"""A trainer and rollout workers in memory, and the small jobs that tests run on them."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from verl_async.asynchrony.actors import Acknowledgement, BucketDelivery
+from verl_async.asynchrony.assembly import Actors, Watchers, assemble_training
+from verl_async.asynchrony.samples import Draw, EncodedPrompt, ScoredGroup
+from verl_async.asynchrony.scoring import Scorer
+from verl_async.asynchrony.timeline import Timeline
+from verl_async.config import TrainJob
+from verl_async.data.prompts import Prompt
+from verl_async.data.rewards import Reward
+from verl_async.rollout.interface import Generation, SamplingParams
+from verl_engine.contract.engine_config import EngineConfig
+from verl_engine.contract.optimizer_step import OptimizerStep
+from verl_engine.engine.train_step import StepReport
+from verl_engine.engine.weight_bucket import WeightBucket, combine_checksums
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy.typing as npt
+
+    from verl_async.asynchrony.actors import RankBatches
+    from verl_async.asynchrony.async_training import AsyncTraining
+    from verl_async.asynchrony.inputs import ModelTexts
+    from verl_async.asynchrony.policy_update import PolicyUpdate
+    from verl_async.rollout.interface import GenerationRequest
+    from verl_engine.engine.base import LossFn
+
+STOP = 99
+"""The token that ends a fake answer."""
+
+
+class FakeTrainer:
+    """Counts steps; its weights are its step count, sent in `num_buckets` buckets through two slots."""
+
+    def __init__(self, num_ranks: int = 1, num_buckets: int = 3, step_s: float = 0.0) -> None:
+        self.num_ranks = num_ranks
+        self.num_buckets = num_buckets
+        self.step_s = step_s
+        self.num_steps = 0
+        self.batches: list[RankBatches] = []
+        self.losses: list[LossFn] = []
+        self.temperatures: list[float] = []
+        self.num_inferred = 0
+        self.slots = [0, 0]
+        self.applied = True
+
+    async def train_batch(self, batches: RankBatches, loss_fn: LossFn, temperature: float) -> StepReport:
+        await asyncio.sleep(self.step_s)
+        self.num_steps += 1
+        self.batches.append(batches)
+        self.losses.append(loss_fn)
+        self.temperatures.append(temperature)
+        sequences = [one for rank in batches for group in rank for one in group]
+        return StepReport(
+            loss=float(self.num_steps),
+            metrics={"ratio": 1.0 + self.num_steps},
+            num_loss_tokens=sum(one.num_loss_tokens for one in sequences),
+            num_tokens=sum(map(len, sequences)),
+            num_micro_batches=len(batches[0]),
+            optimizer=OptimizerStep(grad_norm=0.5, applied=self.applied, learning_rate=0.1 * self.num_steps),
+        )
+
+    async def infer_batch(self, batches: RankBatches, temperature: float) -> list[list[list[npt.NDArray[np.float32]]]]:
+        """Each token's log-prob is minus its id, and minus 1000 for each step made."""
+        await asyncio.sleep(0)
+        self.num_inferred += 1
+        self.temperatures.append(temperature)
+        return [
+            [[(-one.token_ids - 1000.0 * self.num_steps).astype(np.float32) for one in group] for group in rank]
+            for rank in batches
+        ]
+
+    async def plan_weight_buckets(self, bucket_bytes: int, dtype: str) -> list[WeightBucket]:
+        assert (bucket_bytes, dtype) == (256 * 2**20, "float32")
+        return [WeightBucket((), 64)] * self.num_buckets
+
+    async def write_weight_bucket(self, index: int, slot: int) -> BucketDelivery:
+        await asyncio.sleep(0)
+        content = 1000 * self.num_steps + index
+        self.slots[slot] = content
+        return BucketDelivery(WeightBucket((), 64), (self.slots, slot), zlib.crc32(str(content).encode()))
+
+    async def save_pretrained(self, folder: Path) -> None:
+        """Nothing to write."""
+
+
+class FakeRollout:
+    """Answers a prompt with its tokens counted up by one, one token each `token_s`; as a `RolloutClient`."""
+
+    def __init__(self, index: int = 0, token_s: float = 0.0, num_tokens: int = 3) -> None:
+        self.name = f"rollouter-{index}"
+        self.token_s = token_s
+        self.num_tokens = num_tokens
+        self.version = 0
+        self.calls: list[list[GenerationRequest]] = []
+        self.num_interrupts = 0
+        self.generating = False
+        self.loading = False
+        self.loaded: list[int] = []
+        self._interrupted = asyncio.Event()
+
+    async def generate(self, requests: list[GenerationRequest]) -> list[Generation]:
+        assert not self.generating, "one generate at a time"
+        assert not self.loaded, "generate while weights are on their way"
+        self.calls.append(requests)
+        self.generating = True
+        self._interrupted.clear()
+        try:
+            return await self._generate(requests)
+        finally:
+            self.generating = False
+
+    async def _generate(self, requests: list[GenerationRequest]) -> list[Generation]:
+        rows = [Generation() if request.so_far is None else request.so_far for request in requests]
+        rows = [Generation(list(row.token_ids), list(row.log_probs), list(row.weight_versions)) for row in rows]
+        length = {id(row): self.length(request) for row, request in zip(rows, requests, strict=True)}
+        while any(len(row.token_ids) < length[id(row)] for row in rows) and not self._interrupted.is_set():
+            await asyncio.sleep(self.token_s)
+            for row, request in zip(rows, requests, strict=True):
+                if (place := len(row.token_ids)) < length[id(row)]:
+                    last = place == length[id(row)] - 1
+                    row.token_ids.append(STOP if last else request.prompt_ids[0] + place + 1)
+                    row.log_probs.append(-1.0 - place)
+                    row.weight_versions.append(self.version)
+            self.after_token(rows)
+        for row in rows:
+            row.finish_reason = "stop" if len(row.token_ids) == length[id(row)] else "interrupted"
+        return rows
+
+    def after_token(self, rows: list[Generation]) -> None:
+        """What happens after each token; tests override it."""
+
+    def length(self, request: GenerationRequest) -> int:
+        """How long an answer gets; tests override it."""
+        return min(self.num_tokens, request.sampling.max_new_tokens)
+
+    async def interrupt(self) -> None:
+        self.num_interrupts += 1
+        self._interrupted.set()
+
+    async def load_bucket(self, delivery: BucketDelivery) -> None:
+        assert not self.generating, "new weights while generating"
+        assert not self.loading, "an engine loads one bucket at a time"
+        self.loading = True
+        try:
+            await self.read(delivery)
+        finally:
+            self.loading = False
+
+    async def read(self, delivery: BucketDelivery) -> None:
+        """Look at the slot at both ends of reading; it must hold what was delivered."""
+        slots, slot = delivery.payload
+        for _ in range(2):
+            assert zlib.crc32(str(slots[slot]).encode()) == delivery.checksum, "the slot was written while it was read"
+            await asyncio.sleep(0)
+        self.loaded.append(delivery.checksum)
+
+    async def commit_weights(self, version: int) -> Acknowledgement:
+        await asyncio.sleep(0)
+        self.version = version
+        checksum = combine_checksums(self.loaded)
+        self.loaded = []
+        return Acknowledgement(version, checksum)
+
+
+@dataclass
+class FakeListener:
+    """Remembers what it was told."""
+
+    statuses: list[str] = field(default_factory=list)
+    steps: list[dict[str, float]] = field(default_factory=list)
+    evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+
+    def on_status(self, text: str) -> None:
+        self.statuses.append(text)
+
+    def on_step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
+        assert step == len(self.steps) + 1 <= num_steps
+        self.steps.append(dict(metrics))
+
+    def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.evaluations.append((step, dict(metrics)))
+
+
+class FakeTexts:
+    """A `ModelTexts` whose answers are scored by `reward_of`."""
+
+    def __init__(self, reward_of: Any = None) -> None:
+        self.reward_of = reward_of or (lambda solution: float(len(solution)))
+
+    def scorer(self, _: object) -> Scorer:
+        return make_scorer(self.reward_of)
+
+    def sampling(self, config: Any, temperature: float | None = None) -> SamplingParams:
+        return SamplingParams(config.max_response_tokens, config.temperature if temperature is None else temperature)
+
+
+def make_scorer(reward_of: Any) -> Scorer:
+    """Score the decoded answer, which is its tokens as text: ``11 12``."""
+
+    def score(data_source: str, solution_str: str, ground_truth: object, extra_info: object) -> object:
+        del data_source, ground_truth, extra_info
+        return reward_of(solution_str)
+
+    def decode(token_ids: list[int], **_: object) -> str:
+        return " ".join(str(token) for token in token_ids if token != STOP)
+
+    return Scorer(Reward(score, "score", 5.0), cast("Any", SimpleNamespace(decode=decode)))
+
+
+def encoded_prompts(number: int, length: int = 2) -> list[EncodedPrompt]:
+    """Prompts 10, 20, …: tokens equal to their number, and the right answer two tokens counted up from it."""
+    return [
+        EncodedPrompt(Prompt(row, "counting", "", f"{10 * row + 11} {10 * row + 12}", {}), (10 * row + 10,) * length)
+        for row in range(number)
+    ]
+
+
+def make_group(
+    number: int = 0, rewards: tuple[float, ...] = (0.0, 1.0), versions: tuple[int, ...] = (0, 0), interruptions: int = 0
+) -> ScoredGroup:
+    """A finished group: each answer is tokens 11 and 12."""
+    generations = tuple(Generation([11, 12], [-1.0, -2.0], list(versions), "stop") for _ in rewards)
+    exact = tuple(reward > 0 for reward in rewards)
+    return ScoredGroup(Draw(number, encoded_prompts(1)[0]), generations, rewards, exact, interruptions)
+
+
+def train_job(**changes: dict[str, Any]) -> TrainJob:
+    """A job of two steps of two prompts, each answered twice; `changes` by section."""
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"path": Path("some/model")},
+        "data": {"prompts": Path("prompts.jsonl"), "shuffle": False},
+        "rollout": {"n": 2, "max_response_tokens": 8, "timeout_s": 5.0},
+        "reward": {"timeout_s": 1.0},
+        "algorithm": {"drop_uniform_groups": False},
+        "trainer": {"num_steps": 2, "mini_batch_size": 2, "timeout_s": 5.0},
+        "weight_sync": {"timeout_s": 5.0},
+    }
+    for section, change in changes.items():
+        sections[section] = sections.get(section, {}) | change
+    engine = EngineConfig(backend="toy", learning_rate=0.1)
+    return TrainJob.model_validate({"engine": engine, **sections})
+
+
+@dataclass
+class NotingUpdate:
+    """A `PolicyUpdate` that notes the groups it gets."""
+
+    update: PolicyUpdate
+    groups: list[list[ScoredGroup]]
+
+    async def run(self, groups: list[ScoredGroup]) -> Mapping[str, float]:
+        self.groups.append(groups)
+        return await self.update.run(groups)
+
+
+@dataclass
+class FakeRun:
+    """A whole job on fakes."""
+
+    job: TrainJob
+    trainer: FakeTrainer = field(default_factory=FakeTrainer)
+    rollouts: list[FakeRollout] = field(default_factory=lambda: [FakeRollout()])
+    texts: FakeTexts = field(default_factory=FakeTexts)
+    listener: FakeListener = field(default_factory=FakeListener)
+    timeline: Timeline = field(default_factory=Timeline)
+    groups: list[list[ScoredGroup]] = field(default_factory=list)
+    """What each training step took."""
+
+    def assemble(self, num_prompts: int = 5, num_held_out: int = 3) -> AsyncTraining:
+        """Build the job; groups are noted as they are trained on."""
+        training = assemble_training(
+            self.job,
+            cast("ModelTexts", self.texts),
+            encoded_prompts(num_prompts),
+            encoded_prompts(num_held_out) if self.job.evaluation else [],
+            Actors(self.trainer, self.rollouts),
+            Watchers(self.listener, self.timeline),
+        )
+        training.update = cast("Any", NotingUpdate(training.update, self.groups))
+        return training
+
+    async def run(self, timeout_s: float = 20.0) -> None:
+        """Run to the end."""
+        await asyncio.wait_for(self.assemble().run(), timeout_s)
+
+    @property
+    def draws(self) -> list[int]:
+        """Numbers of the draws that were trained on, in order."""
+        return [group.draw.number for groups in self.groups for group in groups]

@@ -1,0 +1,78 @@
+"""From scored groups to the sequences that each trainer rank computes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plugins.verl_async.tests.fakes import make_group
+from verl_async.asynchrony.batches import RankPlan, build_sequences, with_old_log_probs
+from verl_async.config import AlgorithmConfig
+from verl_engine.batch.sequence import Sequence
+
+WITHOUT_STD = AlgorithmConfig(normalize_by_std=False, drop_uniform_groups=False)
+
+
+def plain_sequences(lengths: list[int]) -> list[Sequence]:
+    return [Sequence(np.full(length, index), np.arange(length) > 0) for index, length in enumerate(lengths)]
+
+
+def test_sequences_worked_by_hand() -> None:
+    low, high = build_sequences([make_group(rewards=(0.0, 1.0))], WITHOUT_STD)
+    assert low.token_ids.tolist() == [10, 10, 11, 12]
+    assert low.token_ids.dtype == np.int64
+    assert low.loss_mask.tolist() == [False, False, True, True]
+    assert low.fields["advantages"].tolist() == [0.0, 0.0, -0.5, -0.5]
+    assert high.fields["advantages"].tolist() == [0.0, 0.0, 0.5, 0.5]
+    assert low.fields["rollout_log_probs"].tolist() == [0.0, 0.0, -1.0, -2.0]
+    assert {array.dtype for array in low.fields.values()} == {np.dtype(np.float32)}
+
+
+def test_advantages_are_divided_by_the_standard_deviation_if_so_configured() -> None:
+    sequences = build_sequences([make_group(rewards=(0.0, 1.0))], AlgorithmConfig())
+    expected = 0.5 / (np.sqrt(0.5) + 1e-6)  # the unbiased std of 0 and 1 is sqrt(1/2)
+    assert [one.fields["advantages"][-1] for one in sequences] == pytest.approx([-expected, expected])
+
+
+def test_groups_of_equal_rewards_are_left_out_if_so_configured() -> None:
+    groups = [make_group(0, (1.0, 1.0)), make_group(1, (0.0, 3.0)), make_group(2, (0.0, 0.0))]
+    assert len(build_sequences(groups, AlgorithmConfig(drop_uniform_groups=True))) == 2
+    kept = build_sequences(groups, AlgorithmConfig(drop_uniform_groups=False))
+    assert len(kept) == 6
+    assert [one.fields["advantages"][-1] == 0 for one in kept] == [True, True, False, False, True, True]
+    assert build_sequences(groups[:1], AlgorithmConfig(drop_uniform_groups=True)) == []
+
+
+def test_old_log_probs_are_added_and_nothing_else_changes() -> None:
+    sequences = build_sequences([make_group()], WITHOUT_STD)
+    old = [np.full(4, value, np.float32) for value in (-3.0, -4.0)]
+    for before, after, values in zip(sequences, with_old_log_probs(sequences, old), old, strict=True):
+        assert after.fields["old_log_probs"] is values
+        assert after.fields["advantages"] is before.fields["advantages"]
+        assert after.token_ids is before.token_ids
+        assert "old_log_probs" not in before.fields
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12), num_ranks=st.integers(1, 4), budget=st.integers(1, 20)
+)
+def test_every_sequence_is_computed_once_and_results_come_back_in_order(
+    lengths: list[int], num_ranks: int, budget: int
+) -> None:
+    sequences = plain_sequences(lengths)
+    plan = RankPlan.of(sequences, num_ranks, budget)
+    batches = plan.pick(sequences)
+    assert len(batches) == num_ranks
+    assert len({len(rank) for rank in batches}) == 1, "every rank runs as many micro-batches"
+    results = [[[one.token_ids.astype(np.float32) for one in group] for group in rank] for rank in batches]
+    restored = plan.restore(results)
+    assert [(len(values), values[0]) for values in restored] == [(length, i) for i, length in enumerate(lengths)]
+
+
+def test_results_that_do_not_fit_the_plan_are_refused() -> None:
+    plan = RankPlan([[[0], [1]]])
+    with pytest.raises(ValueError, match="zip"):
+        plan.restore([[[np.zeros(1, np.float32)]]])

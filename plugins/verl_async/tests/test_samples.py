@@ -1,0 +1,39 @@
+"""Draws, their requests and seeds, and the versions of a finished group."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from plugins.verl_async.tests.fakes import encoded_prompts, make_group
+from verl_async.asynchrony.samples import Draw, stream_seed
+from verl_async.rollout.interface import Generation, GenerationRequest, SamplingParams
+
+
+def test_a_group_has_one_request_a_sample_each_with_its_own_stream() -> None:
+    sampling = SamplingParams(8)
+    requests = Draw(5, encoded_prompts(1)[0]).requests(3, sampling, seed=7)
+    assert requests == [GenerationRequest((10, 10), sampling, stream_seed(7, 5, place)) for place in range(3)]
+    assert len({request.seed for request in requests}) == 3
+
+
+def test_the_same_prompt_drawn_again_gives_other_samples() -> None:
+    [first], [again] = (Draw(number, encoded_prompts(1)[0]).requests(1, SamplingParams(8), 7) for number in (0, 1))
+    assert first.prompt_ids == again.prompt_ids
+    assert first.seed != again.seed
+
+
+def test_seeds_are_reproducible_and_fit_a_torch_generator() -> None:
+    assert stream_seed(0, 0, 0) == 7896617691693857887
+    seeds = {stream_seed(seed, number, place) for seed in range(10) for number in range(10) for place in range(10)}
+    assert len(seeds) == 1000
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_samples_are_named_by_draw_and_place() -> None:
+    assert Draw(12, encoded_prompts(1)[0]).sample_id(3) == "12-3"
+
+
+def test_a_group_is_as_old_as_its_oldest_token() -> None:
+    generations = (Generation([1, 2, 3], [-1.0] * 3, [4, 4, 6], "stop"), Generation([1], [-1.0], [5], "stop"))
+    group = replace(make_group(), generations=generations)
+    assert (group.oldest_version, group.newest_version) == (4, 6)

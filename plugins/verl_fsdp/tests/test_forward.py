@@ -8,10 +8,10 @@ import pytest
 import torch
 import transformers
 
-from plugins.verl_fsdp.tests.driving import Driver
-from plugins.verl_fsdp.tests.reference import load_reference, make_sequences, sequence_log_probs
-from verl_engine.batch.packed import PackedBatch, SegmentRun
+from verl_engine.batch.packed import SegmentRun
 from verl_engine.contract.errors import ModelError
+from verl_engine.testing.conformance.driver import Driver
+from verl_engine.testing.conformance.reference import load_reference, make_sequences, masked_log_probs
 from verl_engine.testing.ranks import run_ranks
 from verl_fsdp.attention import packed_attention
 
@@ -58,10 +58,8 @@ def write_model(folder: Path, kind: str) -> Path:
 
 def log_probs(_rank: int, folder: Path, sequences: list[Sequence], packing: bool) -> list[torch.Tensor]:
     """Return each sequence's log-probs from one micro-batch."""
-    driver = Driver.create(folder, packing=packing)
-    batch = PackedBatch.from_sequences(sequences)
-    with torch.no_grad():
-        return [part.clone() for part in batch.unpack(driver.engine.forward(batch, 1.0).log_probs)]
+    section = {"backend": "fsdp2", "learning_rate": 1e-3, "device": "cpu", "packing": packing}
+    return Driver(section, folder, rank=0, world_size=1).infer(sequences)
 
 
 @pytest.mark.dist
@@ -73,25 +71,7 @@ def test_log_probs_equal_those_of_each_sequence_alone(tmp_path: Path, kind: str,
     (found,) = run_ranks(log_probs, folder, sequences, packing, world_size=1)
     model = load_reference(folder)
     for sequence, part in zip(sequences, found, strict=True):
-        mask = torch.from_numpy(sequence.loss_mask)
-        expected = torch.where(mask, sequence_log_probs(model, sequence), 0.0)
-        torch.testing.assert_close(part, expected, rtol=0, atol=5e-6)
-
-
-def at_temperature(_rank: int, folder: Path, temperature: float) -> list[torch.Tensor]:
-    """Return one sequence's log-probs."""
-    batch = PackedBatch.from_sequences(make_sequences(1))
-    return [Driver.create(folder).engine.forward(batch, temperature).log_probs.detach()]
-
-
-@pytest.mark.dist
-def test_temperature_divides_the_logits(model_folder: Path) -> None:
-    (found,) = run_ranks(at_temperature, model_folder, 0.5, world_size=1)
-    (sequence,) = make_sequences(1)
-    ids = torch.from_numpy(sequence.token_ids)
-    logits = load_reference(model_folder)(input_ids=ids[None]).logits[0]
-    expected = (logits / 0.5).log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0]
-    torch.testing.assert_close(found[0][1:], expected, rtol=0, atol=5e-6)
+        torch.testing.assert_close(part, masked_log_probs(model, sequence), rtol=0, atol=5e-6)
 
 
 @pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias"])

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PROGRAM = "verl-engine"
+OWN_COMMANDS = {"backends": "backends", "check": "check", "doctor": "doctor.command", "new-backend": "new_backend"}
+"""Module in this package for each subcommand of the core; it has ``run(arguments, program) -> exit code``."""
 USER_ERROR = 2
 INTERRUPTED = 130
 
@@ -64,10 +66,12 @@ def _dispatch(options: argparse.Namespace, words: Sequence[str]) -> int:
 
         print_overview()
         return 0 if options.help else USER_ERROR
-    if words[0] == "backends":
-        from verl_engine.command import backends  # only what is called is imported
+    module = OWN_COMMANDS.get(words[0])
+    if module is not None:
+        import importlib  # only what is called is imported
 
-        return backends.run(words[1:], f"{PROGRAM} backends")
+        command = importlib.import_module(f"verl_engine.command.{module}")
+        return int(command.run(words[1:], f"{PROGRAM} {words[0]}"))
     from verl_engine.command.contributed import run_contributed  # only what is called is imported
 
     return run_contributed(words[0], words[1:], PROGRAM)

@@ -12,6 +12,12 @@ from rich.text import Text
 from verl_engine.contract.names import BACKENDS_GROUP, COMMANDS_GROUP
 from verl_engine.host.catalog import list_plugins, pip_install
 
+OWN_COMMANDS = {
+    "backends": "List the installed engine backends, and what they lack.",
+    "check": "Prove a backend right with the conformance kit.",
+    "doctor": "Say what is wrong on this machine, and the command that mends it.",
+    "new-backend": "Write an engine of your own: a complete package to start from.",
+}
 OPTIONS = {
     "--help, -h": "Show this.",
     "--version, -V": "Show the version of verl-engine-core.",
@@ -46,7 +52,7 @@ def _table(rows: dict[str, str]) -> Table:
 
 
 def _commands() -> Table:
-    rows = {"backends": "List the installed engine backends, and what they lack."}
+    rows = dict(OWN_COMMANDS)
     entries = list_plugins(COMMANDS_GROUP)
     for distribution in dict.fromkeys(entry.distribution for entry in entries):
         own = [entry for entry in entries if entry.distribution == distribution]

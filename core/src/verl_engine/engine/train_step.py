@@ -31,7 +31,8 @@ class StepReport:
     loss: float
     """Mean over the global batch's loss tokens."""
     metrics: dict[str, float]
-    """The loss function's metrics, each the mean over the same tokens."""
+    """The loss function's metrics, each the mean over the same tokens. `EngineWorker` adds the figures of observers,
+    which are those of its own rank."""
     num_loss_tokens: int
     num_tokens: int
     """All tokens that went through the model, on all ranks."""

@@ -5,6 +5,7 @@ Arguments and results are plain Python and numpy, so they travel anywhere.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
 from typing import TYPE_CHECKING
@@ -42,7 +43,7 @@ class EngineWorker:
         self._model_folder = model_folder
         self._rank = rank
         self._world_size = world_size
-        self._host = BackendHost.load(config.backend)
+        self._host = BackendHost.load(config.backend, observers=config.observers)
         if world_size > 1:
             self._host.require("multi_rank")
         self._engine: Engine | None = None
@@ -91,6 +92,7 @@ class EngineWorker:
         device = self.engine.device.torch_device
         packed = [PackedBatch.from_sequences(sequences, device) for sequences in micro_batches]
         report = train_step(self._host, self.engine, packed, loss_fn, temperature)
+        report = dataclasses.replace(report, metrics=report.metrics | self._host.metrics())
         self._skipped_in_a_row = 0 if report.optimizer.applied else self._skipped_in_a_row + 1
         if self._skipped_in_a_row >= self._config.max_skipped_steps:
             raise TrainingDivergedError(

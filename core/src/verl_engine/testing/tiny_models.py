@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def write_tiny_model(folder: Path, *, tied: bool = False, seed: int = 0, vocab_size: int = 32) -> Path:
+def write_tiny_model(
+    folder: Path, *, tied: bool = False, seed: int = 0, vocab_size: int = 32, attention_dropout: float = 0.0
+) -> Path:
     """Write a two-layer Qwen3 model without a tokenizer.
 
     Args:
@@ -19,24 +21,31 @@ def write_tiny_model(folder: Path, *, tied: bool = False, seed: int = 0, vocab_s
         tied: whether the output layer shares the embedding's weights.
         seed: of the random weights.
         vocab_size: number of tokens.
+        attention_dropout: probability, in train mode.
     Returns:
         `folder`.
     """
     config = transformers.Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        tie_word_embeddings=tied,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
+        **tiny_config(vocab_size), tie_word_embeddings=tied, attention_dropout=attention_dropout
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+def tiny_config(vocab_size: int = 32) -> dict[str, Any]:
+    """Return sizes for a two-layer model of Qwen3's kind."""
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }

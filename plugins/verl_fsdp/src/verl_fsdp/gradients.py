@@ -63,7 +63,8 @@ def grad_norm(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup
     Collectives: one all-reduce over `group`, also where this rank holds no gradient.
     """
     shards = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    norms = torch._foreach_norm([shard for shard in shards if shard.numel()])  # noqa: SLF001 - torch has no public name
+    filled = [shard for shard in shards if shard.numel()]
+    norms = torch._foreach_norm(filled) if filled else ()  # noqa: SLF001 - torch has no public name
     device = shards[0].device if shards else torch.device("cpu")
     squares = torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
     if dist.get_world_size(group) > 1:

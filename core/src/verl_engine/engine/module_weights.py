@@ -1,10 +1,11 @@
-"""Whole weights out of a sharded model, one by one."""
+"""Whole weights in and out of a torch module, whose tensors are plain or sharded (DTensor)."""
 
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -15,11 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    import torch
-    from transformers import PreTrainedModel
 
-
-def weight_specs(model: PreTrainedModel, parameters: Mapping[str, torch.Tensor]) -> list[WeightSpec]:
+def weight_specs(model: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> list[WeightSpec]:
     """List every weight that a Hugging Face folder holds: parameters, tied ones once, and persistent buffers."""
     return [
         WeightSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in _exported(model, parameters).items()
@@ -27,9 +25,12 @@ def weight_specs(model: PreTrainedModel, parameters: Mapping[str, torch.Tensor])
 
 
 def full_weights(
-    model: PreTrainedModel, parameters: Mapping[str, torch.Tensor], names: Sequence[str]
+    model: torch.nn.Module, parameters: Mapping[str, torch.Tensor], names: Sequence[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Gather weights one by one; each is valid until the next is taken. Collectives: an all-gather for each."""
+    """Gather weights one by one; each is valid until the next is taken.
+
+    Collectives: an all-gather for each sharded one.
+    """
     exported = _exported(model, parameters)
     for name in names:
         tensor = exported[name].detach()
@@ -44,7 +45,7 @@ def local_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[s
 
 
 def load_full_weights(
-    model: PreTrainedModel, parameters: Mapping[str, torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]]
+    model: torch.nn.Module, parameters: Mapping[str, torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
     """Copy whole weights into the shards, in place; each rank keeps its own part.
 
@@ -68,10 +69,15 @@ def load_full_weights(
 
 
 def save_pretrained(
-    model: PreTrainedModel, parameters: Mapping[str, torch.Tensor], folder: Path, *, is_writer: bool
+    model: torch.nn.Module, parameters: Mapping[str, torch.Tensor], folder: Path, *, is_writer: bool
 ) -> None:
     """Write a Hugging Face folder; it appears under its name only when it is whole.
 
+    Args:
+        model: has transformers' ``save_pretrained``.
+        parameters: this rank's, by name.
+        folder: replaced if it exists.
+        is_writer: whether this rank writes.
     Collectives: an all-gather a weight, then a barrier, so that on return the folder is there for every rank.
     """
     exported = _exported(model, parameters)
@@ -82,13 +88,14 @@ def save_pretrained(
     if is_writer:
         partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
-        model.save_pretrained(partial, state_dict=state)
+        cast("Any", model).save_pretrained(partial, state_dict=state)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
-    dist.barrier()
+    if dist.is_initialized():
+        dist.barrier()
 
 
-def _exported(model: PreTrainedModel, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _exported(model: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Map names to shards (or whole buffers), in the model's own order."""
     persistent = model.state_dict(keep_vars=True).keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}

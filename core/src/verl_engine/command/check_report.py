@@ -1,0 +1,52 @@
+"""How ``verl-engine check`` shows its progress and its findings."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from verl_engine.testing.conformance.check import Check, Outcome
+    from verl_engine.testing.conformance.kit import ConformanceKit
+
+STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
+
+
+def run_with_progress(kit: ConformanceKit, checks: list[Check]) -> list[Outcome]:
+    """Run checks one after the other; on a terminal, say which is running."""
+    console = Console(highlight=False, stderr=True)
+    outcomes: list[Outcome] = []
+    with Live(console=console, transient=True, refresh_per_second=8) as live:
+        for number, check in enumerate(checks, start=1):
+            if console.is_terminal:
+                live.update(Spinner("dots", Text(f"{number}/{len(checks)} {check.name}: {check.proves}")))
+            outcomes.append(kit.run(check))
+    return outcomes
+
+
+def print_summary(title: str, outcomes: list[Outcome], seconds: float) -> None:
+    """Print a row for each check, the tracebacks of what failed, and the counts."""
+    console = Console(highlight=False)
+    table = Table(title=f"Conformance of {title}", title_justify="left", header_style="bold")
+    for heading in ("check", "result", "what it proves, or what is wrong"):
+        table.add_column(heading, overflow="fold")
+    for outcome in outcomes:
+        table.add_row(
+            Text(outcome.check.name),
+            Text(outcome.status, style=STYLES[outcome.status]),
+            Text(outcome.reason or outcome.check.proves, style="" if outcome.reason else "dim"),
+        )
+    console.print(table)
+    for outcome in outcomes:
+        if outcome.details:
+            console.print(Text(f"\n{outcome.check.name}", style="bold red"))
+            console.print(Text(outcome.details.rstrip()), soft_wrap=True)
+    counts: Counter[str] = Counter(outcome.status for outcome in outcomes)
+    parts = [Text(f"{counts[status]} {status}", style=style) for status, style in STYLES.items()]
+    console.print(Text.assemble("\n", Text(", ").join(parts), f" in {seconds:.0f} s"))

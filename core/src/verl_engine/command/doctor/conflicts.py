@@ -1,0 +1,85 @@
+"""Distributions that do not go together."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from verl_engine.command.doctor.findings import Finding
+from verl_engine.host.requirements import missing_requirements
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from verl_engine.host.distributions import Distribution
+
+TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+"""Built for one version of torch; importing them beside another fails, and transformers imports them where it can."""
+
+
+def find_conflicts(installed: Mapping[str, Distribution], devices: Mapping[str, list[str]]) -> list[Finding]:
+    """Look at all installed distributions together.
+
+    Args:
+        installed: by normalised name.
+        devices: as `find_devices` found them.
+    """
+    return [*_companions(installed), *_torch_npu(installed), *_triton(installed, devices)]
+
+
+def _companions(installed: Mapping[str, Distribution]) -> Iterator[Finding]:
+    torch = installed.get("torch")
+    for name in TORCH_COMPANIONS:
+        found = installed.get(name)
+        if found is None:
+            continue
+        requirements = [text for field, text in found.read_headers() if field == "requires-dist"]
+        wanted = [text for text in missing_requirements(requirements, installed) if re.match(r"torch\b", text)]
+        if wanted:
+            have = f"torch {torch.version} is installed" if torch else "torch is not"
+            yield Finding(
+                "warning",
+                name,
+                f"{name} {found.version} was built for {wanted[0]}, but {have}; importing transformers may fail. No "
+                "engine needs it",
+                f"python -m pip uninstall {name}",
+            )
+
+
+def _torch_npu(installed: Mapping[str, Distribution]) -> Iterator[Finding]:
+    torch, npu = installed.get("torch"), installed.get("torch-npu")
+    if torch is None or npu is None or _release(torch.version) == _release(npu.version):
+        return
+    wanted = _release(npu.version)
+    yield Finding(
+        "error",
+        "torch_npu",
+        f"torch_npu {npu.version} goes with torch {wanted}, but torch {torch.version} is installed",
+        f"python -m pip install torch=={wanted}",
+    )
+
+
+def _triton(installed: Mapping[str, Distribution], devices: Mapping[str, list[str]]) -> Iterator[Finding]:
+    if "triton" not in installed:
+        return
+    if "triton-ascend" in installed:
+        yield Finding(
+            "error",
+            "triton",
+            "triton and triton-ascend install the same package, and one overwrote the other",
+            "python -m pip uninstall triton",
+        )
+    elif not devices.keys() & {"cuda", "xpu"}:
+        yield Finding(
+            "warning",
+            "triton",
+            f"triton {installed['triton'].version} is installed, but there is no GPU; some libraries take its presence "
+            "for one",
+            "python -m pip uninstall triton",
+        )
+
+
+def _release(version: str) -> str:
+    """``2.7.1`` of ``2.7.1.post2+cpu``."""
+    found = re.match(r"\d+\.\d+\.\d+", version)
+    return found[0] if found else version

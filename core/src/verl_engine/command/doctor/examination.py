@@ -1,0 +1,107 @@
+"""All that the doctor finds, as plain data."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from verl_engine.command.doctor.conflicts import find_conflicts
+from verl_engine.command.doctor.environment import Situation, Variable, read_environment
+from verl_engine.command.doctor.findings import Finding
+from verl_engine.command.doctor.machine import describe_machine, find_devices, machine_findings, package_versions
+from verl_engine.command.doctor.plugins import PluginStatus, inspect_backend, list_all, plugin_findings
+from verl_engine.host.distributions import installed_distributions
+from verl_engine.host.prepare_report import PatchReport, describe_patches
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """What was found on this machine."""
+
+    backend: str | None
+    """The one that was asked about."""
+    machine: dict[str, Any]
+    packages: dict[str, str]
+    devices: dict[str, list[str]]
+    plugins: dict[str, list[PluginStatus]]
+    """By kind."""
+    environment: list[Variable]
+    patches: list[PatchReport] | None
+    """None where nobody asked."""
+    findings: list[Finding]
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether nothing keeps the backend that was asked about from working; without one, nothing at all."""
+        return not any(finding.breaks(self.backend) for finding in self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        return {
+            "ok": self.is_healthy,
+            "backend": self.backend,
+            "machine": self.machine,
+            "packages": self.packages,
+            "devices": self.devices,
+            "plugins": {kind: [_plugin(status) for status in statuses] for kind, statuses in self.plugins.items()},
+            "environment": [variable._asdict() for variable in self.environment],
+            "patches": None if self.patches is None else [asdict(report) for report in self.patches],
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+
+
+def examine(backend: str | None, num_ranks: int, timeout_s: float, *, with_patches: bool) -> Examination:
+    """Look at everything.
+
+    Args:
+        backend: one to look at more closely: its hooks module is imported, as a job would.
+        num_ranks: that are to run on this machine.
+        timeout_s: for importing torch, and for preparing a process for a backend.
+        with_patches: whether to prepare a process for the backend, or for each that can be used.
+    """
+    installed = installed_distributions()
+    machine = describe_machine()
+    devices, torch_error = find_devices(installed, timeout_s)
+    plugins = list_all(installed)
+    environment = read_environment(Situation(os.environ, machine["cores"], num_ranks, frozenset(installed)))
+    findings = [
+        *machine_findings(machine, torch_error),
+        *find_conflicts(installed, devices),
+        *plugin_findings(plugins),
+        *(Finding("warning", variable.name, variable.hint) for variable in environment if variable.hint),
+    ]
+    if backend is not None and not any(finding.subject == f"backend {backend}" for finding in findings):
+        findings += inspect_backend(backend, devices)
+    patches = None
+    if with_patches:
+        usable = [status.entry.name for status in plugins["backend"] if not status.problem]
+        asked = usable if backend is None else [backend]
+        patches = [describe_patches(name, timeout_s=timeout_s) for name in asked if name in usable]
+        findings += _patch_findings(patches)
+    packages = package_versions(installed)
+    return Examination(backend, machine, packages, devices, plugins, environment, patches, findings)
+
+
+def _patch_findings(reports: Iterable[PatchReport]) -> list[Finding]:
+    return [
+        Finding("error", f"backend {report.backend}", report.error, concerns_all=False)
+        for report in reports
+        if report.error
+    ]
+
+
+def _plugin(status: PluginStatus) -> dict[str, Any]:
+    entry = status.entry
+    return {
+        "name": entry.name,
+        "distribution": entry.distribution,
+        "version": entry.version,
+        "plugin_api_version": entry.api_version,
+        "devices": list(entry.devices),
+        "status": status.problem or "ready",
+        "mend": status.mend,
+    }

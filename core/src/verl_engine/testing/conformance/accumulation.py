@@ -1,0 +1,163 @@
+"""The accumulation contract: the gradient is that of the global batch, however it is split."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+
+from verl_engine.batch.sequence import Sequence
+from verl_engine.testing.conformance.check import Check, all_ranks, one_rank, require
+from verl_engine.testing.conformance.reference import (
+    accumulate,
+    load_reference,
+    make_sequences,
+    reference_gradient,
+    relative_error,
+)
+
+if TYPE_CHECKING:
+    from verl_engine.testing.conformance.bench import Bench
+    from verl_engine.testing.conformance.driver import Split
+
+NUM_SEQUENCES: Final = 12
+NUM_SPLITS: Final = 8
+TOLERANCE: Final = 1e-5
+
+
+def draw_split(seed: int, num_shares: int, *, one_each: bool = False) -> Split:
+    """Divide all sequences over shares and up to five micro-batches at random, empty ones too.
+
+    Args:
+        seed: of the draw.
+        num_shares: data-parallel ranks.
+        one_each: at most one sequence a micro-batch, for engines that cannot run several at once.
+    """
+    random = np.random.default_rng(seed)
+    count = NUM_SEQUENCES if one_each else int(random.integers(1, 6))
+    split: Split = [[[] for _ in range(count)] for _ in range(num_shares)]
+    for index in range(NUM_SEQUENCES):
+        place = index if one_each else int(random.integers(count))
+        split[int(random.integers(num_shares))][place].append(index)
+    return split
+
+
+def drawn_splits(bench: Bench) -> None:
+    """The gradient equals that of the global batch to 1e-5, for splits drawn at random."""
+    check_splits(bench)
+
+
+def check_splits(bench: Bench, **settings: str) -> None:
+    """Compare the gradient of several splits with the reference; one engine lives through all of them."""
+    sequences = make_sequences(NUM_SEQUENCES)
+    expected = reference_gradient(bench.model(), sequences)
+    probe = bench.probe(**settings)
+    for seed in range(NUM_SPLITS):
+        split = draw_split(seed, probe.driver.num_shares, one_each="packed_batches" in bench.gaps)
+        error = relative_error(probe.gradient(probe.driver.take(sequences, split)), expected)
+        bench.require_everywhere(
+            error <= TOLERANCE, f"the gradient is off by {error:.3g} (relative, largest entry) for the split {split}"
+        )
+
+
+def rank_without_data(bench: Bench) -> None:
+    """A rank whose micro-batches are all empty still takes part, and the gradient stays right."""
+    sequences = make_sequences(NUM_SEQUENCES)
+    probe = bench.probe()
+    halves = [[index] for index in range(NUM_SEQUENCES)]
+    split: Split = [halves] + [[[] for _ in halves] for _ in range(probe.driver.num_shares - 1)]
+    error = relative_error(
+        probe.gradient(probe.driver.take(sequences, split)), reference_gradient(bench.model(), sequences)
+    )
+    bench.require_everywhere(error <= TOLERANCE, f"with empty micro-batches the gradient is off by {error:.3g}")
+
+
+def report(bench: Bench) -> None:
+    """Loss, metrics and counts of a step are those of the global batch, on every rank."""
+    sequences = make_sequences(NUM_SEQUENCES)
+    loss, log_prob = accumulate(load_reference(bench.model()), sequences)
+    driver = bench.driver()
+    num_micro_batches = NUM_SEQUENCES if "packed_batches" in bench.gaps else 3
+    found = driver.step(driver.share(sequences, num_micro_batches))
+    bench.require_everywhere(
+        math.isclose(found.loss, loss, rel_tol=1e-5, abs_tol=1e-6), f"the loss is {found.loss}, not {loss}"
+    )
+    mean = found.metrics["log_prob"]
+    bench.require_everywhere(
+        math.isclose(mean, log_prob, rel_tol=1e-5), f"the mean log-prob of the step is {mean}, not {log_prob}"
+    )
+    count = sum(sequence.num_loss_tokens for sequence in sequences)
+    bench.require_everywhere(
+        found.num_loss_tokens == count, f"{found.num_loss_tokens} loss tokens were counted, not {count}"
+    )
+
+
+def bf16(bench: Bench) -> None:
+    """In bfloat16 gradients are accumulated and weights kept in float32."""
+    settings = bench.setting_of("bf16")
+    groups = _equal_groups(4)
+    whole = [sequence for group in groups for sequence in group]
+    probe = bench.probe(**settings)
+    parts = [probe.gradient_of(group, 1) for group in groups]
+    mean = {name: torch.stack([part[name] for part in parts]).mean(0) for name in parts[0]}
+    own = [probe.driver.share(group, 1)[0] for group in groups]
+    found = probe.gradient(own)
+    # Powers of two apart in scale, so bfloat16 rounds each part alike: only the adding up differs.
+    error = relative_error(found, mean)
+    bench.require_everywhere(
+        error <= TOLERANCE, f"four micro-batches give another sum than one by one (off by {error:.3g}): not float32"
+    )
+    expected = reference_gradient(bench.model(), whole)
+    distance = relative_error(found, expected)
+    bench.require_everywhere(
+        TOLERANCE < distance < 0.2,  # noqa: PLR2004 - bfloat16 has three digits
+        f"the gradient is {distance:.3g} from float32's; bfloat16 gives something between {TOLERANCE} and 0.2",
+    )
+    _require_small_steps(bench, settings, whole)
+
+
+def _equal_groups(num_groups: int) -> list[list[Sequence]]:
+    """Draw groups of equally many loss tokens."""
+    random = np.random.default_rng(5)
+    groups = []
+    for _ in range(num_groups):
+        mask = np.ones(8, np.bool_)
+        mask[0] = False
+        group = [
+            Sequence(random.integers(0, 32, 8), mask, {"weight": random.normal(size=8).astype(np.float32)})
+            for _ in range(4)
+        ]
+        groups.append(group)
+    return groups
+
+
+def _require_small_steps(bench: Bench, settings: dict[str, str], sequences: list[Sequence]) -> None:
+    """Three steps, each far below bfloat16's resolution, must show in the weights."""
+    driver = bench.driver(**settings, learning_rate=1e-6, weight_decay=0.0)
+    before = driver.weights()
+    for _ in range(3):
+        driver.train(sequences)
+    name = max(before, key=lambda key: before[key].numel())
+    moved = (driver.weights()[name].float() - before[name].float()).abs()
+    is_float32 = before[name].dtype == torch.float32
+    bench.require_everywhere(
+        not is_float32 or 1e-7 < float(moved.median()) < 1e-5,  # noqa: PLR2004 - about three times the learning rate
+        f"three steps at learning rate 1e-6 moved {name} by {float(moved.median()):.3g}: no float32 master weights",
+    )
+
+
+def one_rank_splits(bench: Bench) -> None:
+    """On a single rank the gradient equals that of the global batch to 1e-5, for splits drawn at random."""
+    require(bench.world_size == 1, "runs on one rank")
+    check_splits(bench)
+
+
+CHECKS = (
+    Check("accumulation/one_rank", (one_rank(one_rank_splits),)),
+    Check("accumulation/all_ranks", (all_ranks(drawn_splits),), ("multi_rank",)),
+    Check("accumulation/rank_without_data", (all_ranks(rank_without_data),), ("multi_rank",)),
+    Check("accumulation/report", (all_ranks(report),)),
+    Check("accumulation/bf16", (all_ranks(bf16),), ("bf16",)),
+)

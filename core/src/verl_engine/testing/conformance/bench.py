@@ -1,0 +1,104 @@
+"""What a check finds on each rank: models, engines, and ways to compare ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from verl_engine.contract.errors import ModelError
+from verl_engine.testing.conformance.check import SkipCheckError, require
+from verl_engine.testing.conformance.driver import Driver
+from verl_engine.testing.conformance.gradient_probe import PROBE_SETTINGS, GradientProbe
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from verl_engine.testing.conformance.check import Subject
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One rank's place of work; each phase of a check gets a new one."""
+
+    subject: Subject
+    rank: int
+    world_size: int
+    gaps: Mapping[str, str]
+    """Features that the backend declares it lacks."""
+    models: Path
+    """Where tiny models are; shared by all checks."""
+    folder: Path
+    """Of this check alone; on every rank, and in all its phases, the same."""
+
+    def model(self, kind: str = "plain") -> Path:
+        """Return a tiny model's folder, written when it is first asked for.
+
+        Args:
+            kind: ``plain``, ``other`` (the same with other weights), ``tied``, ``dropout`` or ``buffered``.
+        """
+        from verl_engine.testing.conformance.models import write_model  # imports transformers
+
+        if kind == "buffered":
+            import verl_engine.testing.buffered_model  # noqa: F401 - registers the model's type, on every rank
+
+        folder = self.models / kind
+        if self.rank == 0 and not folder.exists():
+            write_model(folder, kind)
+        dist.barrier()
+        return folder
+
+    def driver(self, kind: str = "plain", **settings: Any) -> Driver:
+        """Build an engine from a tiny model."""
+        folder = self.model(kind)
+        if kind in ("plain", "other"):
+            return Driver(self.subject.section(**settings), folder, self.rank, self.world_size)
+        found: Driver | None = None
+        refusal = ""
+        try:
+            found = Driver(self.subject.section(**settings), folder, self.rank, self.world_size)
+        except ModelError as error:
+            refusal = str(error)
+        self.require_everywhere((found is None) == any(self.gather(refusal)), f"some ranks refuse the {kind} model")
+        if found is None:
+            raise SkipCheckError(f"the backend refuses the {kind} model that this takes: {refusal}")
+        return found
+
+    def probe(self, **settings: Any) -> GradientProbe:
+        """Build an engine whose gradient can be read."""
+        return GradientProbe(lambda: self.driver(**{**PROBE_SETTINGS, **settings}), self.gaps)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, in rank order. Collectives: one."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def require_everywhere(self, is_right: bool, message: str) -> None:
+        """Fail on all ranks where something is wrong on one, so that none is left waiting. Collectives: one."""
+        wrong = [rank for rank, answer in enumerate(self.gather(bool(is_right))) if not answer]
+        where = "" if len(wrong) == self.world_size else f" (on rank {', '.join(map(str, wrong))})"
+        require(not wrong, message + where)
+
+    def setting_of(self, feature: str) -> dict[str, Any]:
+        """Return the field that switches a feature on.
+
+        Raises:
+            AssertionError: the config class has no such field, and no gap is declared.
+        """
+        from verl_engine.host.backend_host import BackendHost
+
+        name, value = FEATURE_FIELDS[feature]
+        fields = BackendHost.load(self.subject.backend).spec.config_class.model_fields
+        require(
+            name in fields,
+            f"feature {feature!r} is switched on by engine.{name}={value}, but the config class has no field {name}; "
+            "add it, or declare the gap",
+        )
+        return {name: value}
+
+
+FEATURE_FIELDS = {"bf16": ("param_dtype", "bfloat16"), "every_micro_batch_sync": ("gradient_sync", "every_micro_batch")}
+"""Which field of a config turns a feature on, and its value; the same in every backend that has it."""

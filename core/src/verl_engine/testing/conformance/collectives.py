@@ -1,0 +1,59 @@
+"""Count the collectives that add something up over data-parallel ranks, whoever calls them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class ReductionCounter(TorchDispatchMode):
+    """Counts reductions over groups within `ranks`, at torch's dispatcher: also those that C++ code calls."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch annotates it in part
+        self._ranks = set(dist.get_process_group_ranks(group or dist.group.WORLD))
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Look at one operation."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it takes itself apart first; its collectives come by then
+        is_reduction = func.namespace in ("c10d", "_c10d_functional") and "reduce" in str(func)
+        if is_reduction and any(self._is_within(name) for name in _groups(args)):
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+    def _is_within(self, ranks: set[int]) -> bool:
+        return len(ranks) > 1 and ranks <= self._ranks
+
+
+def _groups(args: tuple[Any, ...]) -> Iterator[set[int]]:
+    """Yield the ranks of each process group among an operation's arguments."""
+    for argument in args:
+        group: dist.ProcessGroup | None = None
+        if isinstance(argument, torch.ScriptObject):
+            try:
+                group = dist.ProcessGroup.unbox(argument)
+            except RuntimeError:  # an object of another class
+                continue
+        elif isinstance(argument, str):
+            group = _group_of_name(argument)
+        if group is not None:
+            yield set(dist.get_process_group_ranks(group))
+
+
+def _group_of_name(name: str) -> dist.ProcessGroup | None:
+    """Find a group that a functional collective names; its other text arguments name none."""
+    for group in dist.distributed_c10d._world.pg_map:  # noqa: SLF001 - resolving a name raises for unknown ones
+        if group.group_name == name:
+            return group
+    return None

@@ -1,0 +1,88 @@
+"""The backend's config class, and clear errors for what cannot be used. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from verl_engine.contract.engine_config import EngineConfig
+from verl_engine.contract.errors import ConfigError, ModelError
+from verl_engine.contract.validation import validate
+from verl_engine.host.backend_host import BackendHost
+from verl_engine.testing.conformance.check import Check, all_ranks, fresh_process, require
+
+if TYPE_CHECKING:
+    from verl_engine.testing.conformance.bench import Bench
+    from verl_engine.testing.conformance.check import Subject
+
+WRONG: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"no_such_field": 1}, "engine.no_such_field"),
+    ({"learning_rate": -1.0}, "engine.learning_rate"),
+    ({"learning_rate": "fast"}, "engine.learning_rate"),
+    ({"lr_schedule": "no_such_schedule"}, "engine.lr_schedule"),
+    ({"device": "no_such_device"}, "engine.device"),
+    ({"max_grad_norm": 0.0}, "engine.max_grad_norm"),
+    ({"warmup_steps": -1}, "engine.warmup_steps"),
+)
+
+
+def wrong_fields(subject: Subject) -> None:
+    """A wrong engine section is refused, with the field's path in the message; nothing is ignored."""
+    config_class = BackendHost.load(subject.backend).spec.config_class
+    config = validate(config_class, subject.section(), at="engine")
+    for wrong, path in WRONG:
+        _require_refusal(config_class, subject.section(**wrong), path)
+    without_rate = {key: value for key, value in subject.section().items() if key != "learning_rate"}
+    _require_refusal(config_class, without_rate, "engine.learning_rate")
+    try:
+        config.learning_rate = 1.0  # type: ignore[misc] # that it fails is what is checked
+    except ValidationError:
+        return
+    raise AssertionError(f"{config_class.__name__} can be changed after validation; keep it frozen")
+
+
+def _require_refusal(config_class: type[EngineConfig], section: dict[str, Any], path: str) -> None:
+    try:
+        validate(config_class, section, at="engine")
+    except ConfigError as error:
+        require(path in str(error), f"the message does not name {path}: {error}")
+        return
+    raise AssertionError(f"{config_class.__name__} takes this without a word, whose {path} is wrong: {section}")
+
+
+def fields(subject: Subject) -> None:
+    """The config class keeps every field that all backends share, and says what each of its own means."""
+    config_class = BackendHost.load(subject.backend).spec.config_class
+    own = config_class.model_fields
+    silent = sorted(name for name, field in own.items() if not field.description and name != "backend")
+    require(not silent, f"no docstring under {', '.join(silent)}")
+    config = validate(config_class, subject.section(), at="engine")
+    require(config.backend == subject.backend, f"engine.backend became {config.backend!r}")
+    changed = {"betas": (0.5, 0.5), "eps": 0.5, "weight_decay": 0.5, "seed": 7, "num_threads": 2, "max_grad_norm": 0.5}
+    assert changed.keys() <= EngineConfig.model_fields.keys()
+    config = validate(config_class, subject.section(**changed), at="engine")
+    ignored = [name for name, value in changed.items() if getattr(config, name) != value]
+    require(not ignored, f"{config_class.__name__} overrides {', '.join(ignored)}")
+
+
+def no_model(bench: Bench) -> None:
+    """A folder that holds no model is refused with a ModelError that names it, on every rank."""
+    from verl_engine.testing.conformance.driver import Driver
+
+    message = ""
+    try:
+        Driver(bench.subject.section(), bench.folder, bench.rank, bench.world_size)
+    except ModelError as error:
+        message = str(error)
+    bench.require_everywhere(
+        str(bench.folder) in message,
+        f"creating an engine from an empty folder must raise a ModelError that names the folder; got {message!r}",
+    )
+
+
+CHECKS = (
+    Check("config/wrong_fields", (fresh_process(wrong_fields),)),
+    Check("config/fields", (fresh_process(fields),)),
+    Check("config/no_model", (all_ranks(no_model),)),
+)

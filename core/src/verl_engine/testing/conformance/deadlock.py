@@ -1,0 +1,54 @@
+"""What must not leave ranks waiting for each other. Every check has a time limit; these go where it is easy to hang."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from verl_engine.contract.errors import BatchError
+from verl_engine.testing.conformance.check import Check, all_ranks
+from verl_engine.testing.conformance.reference import make_sequences
+
+if TYPE_CHECKING:
+    from verl_engine.batch.sequence import Sequence
+    from verl_engine.testing.conformance.bench import Bench
+    from verl_engine.testing.conformance.driver import Driver
+
+
+def uneven_micro_batches(bench: Bench) -> None:
+    """Different numbers of micro-batches are refused on every rank, and the engine can go on."""
+    driver = bench.driver()
+    share = driver.engine.data_parallel.rank
+    if driver.num_shares > 1:
+        is_refused = _is_refused(driver, [make_sequences(1) for _ in range(share + 1)])
+        bench.require_everywhere(is_refused, "uneven numbers of micro-batches were not refused")
+    is_refused = _is_refused(driver, [[]])
+    bench.require_everywhere(is_refused, "a global batch without loss tokens was not refused")
+    driver.train(make_sequences(8))
+
+
+def idle_ranks(bench: Bench) -> None:
+    """Ranks without a single sequence take part in training, inference, export and saving."""
+    driver = bench.driver()
+    sequences = make_sequences(4) if driver.engine.data_parallel.rank == 0 else []
+    for _ in range(2):
+        driver.infer(sequences)
+        driver.step([sequences[:1], sequences[1:2], sequences[2:3], sequences[3:]])
+    driver.engine.save_pretrained(bench.folder / "saved")
+    weights = driver.weights()
+    bench.require_everywhere(
+        all(bool(tensor.isfinite().all()) for tensor in weights.values()), "weights are not finite"
+    )
+
+
+def _is_refused(driver: Driver, micro_batches: list[list[Sequence]]) -> bool:
+    try:
+        driver.step(micro_batches)
+    except BatchError:
+        return True
+    return False
+
+
+CHECKS = (
+    Check("deadlock/uneven_micro_batches", (all_ranks(uneven_micro_batches),)),
+    Check("deadlock/idle_ranks", (all_ranks(idle_ranks),), ("multi_rank",)),
+)

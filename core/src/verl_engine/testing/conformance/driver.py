@@ -1,0 +1,96 @@
+"""One rank's engine in the hands of a check: only what every backend has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from verl_engine.contract.validation import validate
+from verl_engine.engine.snapshots import Snapshots
+from verl_engine.engine.worker import EngineWorker
+from verl_engine.host.backend_host import BackendHost
+from verl_engine.testing.conformance.reference import weighted_loss
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+    from typing import Any
+
+    from verl_engine.batch.sequence import Sequence
+    from verl_engine.engine.base import Engine, LossFn
+    from verl_engine.engine.train_step import StepReport
+
+Split = list[list[list[int]]]
+"""``split[data-parallel rank][micro-batch]``: indices of sequences."""
+
+
+class Driver:
+    """An engine with its host and worker, in a process that has a process group."""
+
+    def __init__(self, section: Mapping[str, Any], folder: Path, rank: int, world_size: int) -> None:
+        """Build the engine; every rank does."""
+        self.host = BackendHost.load(section["backend"])
+        self.config = validate(self.host.spec.config_class, section, at="engine")
+        torch.manual_seed(self.config.seed + rank)  # as a worker does before it builds its engine
+        self._worker = EngineWorker(self.config, folder, rank, world_size)
+        self._worker.create("conformance")
+
+    @property
+    def engine(self) -> Engine:
+        """The engine itself."""
+        return self._worker.engine
+
+    @property
+    def num_shares(self) -> int:
+        """Data-parallel ranks: over how many a global batch is divided."""
+        return self.engine.data_parallel.size
+
+    def snapshots(self) -> Snapshots:
+        """Return the engine's snapshots, none taken yet."""
+        return Snapshots(self.host, self.engine)
+
+    def step(self, micro_batches: list[list[Sequence]], loss_fn: LossFn = weighted_loss) -> StepReport:
+        """Make one optimizer step over this rank's micro-batches."""
+        return self._worker.train_batch(micro_batches, loss_fn)
+
+    def train(self, sequences: list[Sequence]) -> StepReport:
+        """Make one optimizer step over a global batch, in two micro-batches a rank."""
+        return self.step(self.share(sequences))
+
+    def infer(self, sequences: list[Sequence], temperature: float = 1.0) -> list[torch.Tensor]:
+        """Return each sequence's log-probs, in eval mode and without gradient, from a single micro-batch."""
+        (parts,) = self._worker.infer_batch([sequences], temperature)
+        return [torch.from_numpy(part) for part in parts]
+
+    def share(self, sequences: list[Sequence], num_micro_batches: int = 2) -> list[list[Sequence]]:
+        """Return this rank's micro-batches of a global batch, dealt out in turn."""
+        own = sequences[self.engine.data_parallel.rank :: self.num_shares]
+        return [own[index::num_micro_batches] for index in range(num_micro_batches)]
+
+    def take(self, sequences: list[Sequence], split: Split) -> list[list[Sequence]]:
+        """Look up this rank's micro-batches of a split."""
+        return [[sequences[index] for index in group] for group in split[self.engine.data_parallel.rank]]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return copies of all whole weights."""
+        names = [spec.name for spec in self.engine.weight_specs()]
+        return {name: tensor.detach().cpu().clone() for name, tensor in self.engine.full_weights(names)}
+
+
+def same(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:
+    """Whether two sets of weights are equal bit for bit."""
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def differences(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> str:
+    """Say how two sets of weights differ, in a few words."""
+    odd = sorted(found.keys() ^ expected.keys())
+    if odd:
+        return f"names that only one of them has: {', '.join(odd[:5])}"
+    differing = [name for name in expected if not torch.equal(found[name], expected[name])]
+    if not differing:
+        return "none"
+    worst = max(differing, key=lambda name: float((found[name].float() - expected[name].float()).abs().max()))
+    largest = float((found[worst].float() - expected[worst].float()).abs().max())
+    return f"{len(differing)} of {len(expected)} weights differ, most of all {worst} by {largest:.3g}"

@@ -1,0 +1,142 @@
+"""Runs checks on an installed backend."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl_engine.contract.errors import ConfigError, PluginError, UnknownPluginError
+from verl_engine.contract.names import BACKENDS_GROUP
+from verl_engine.contract.validation import validate
+from verl_engine.host.backend_host import BackendHost
+from verl_engine.host.loading import find_plugin
+from verl_engine.testing.conformance.check import Check, Outcome, SkipCheckError, Subject
+from verl_engine.testing.conformance.fresh import FreshProcessError, run_fresh
+from verl_engine.testing.conformance.on_rank import prepare_rank, run_on_rank
+from verl_engine.testing.rank_pool import RankError, RankPool
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import TracebackType
+
+    from verl_engine.contract.backend import BackendSpec
+    from verl_engine.testing.conformance.check import Phase
+
+
+class ConformanceKit(AbstractContextManager["ConformanceKit"]):
+    """Runs one check after the other on ranks that stay; use it in a ``with``."""
+
+    def __init__(
+        self, backend: str, settings: Mapping[str, Any] | None = None, *, ranks: int = 2, timeout_s: float = 60.0
+    ) -> None:
+        """Find the backend; nothing is started yet.
+
+        Args:
+            backend: its name, as ``verl-engine backends`` lists it.
+            settings: fields of the engine section for every engine that is built, besides those that a check sets.
+            ranks: how many there are where a check wants several.
+            timeout_s: for each step of a check; ranks that are silent then are named and killed.
+        Raises:
+            ConfigError: `ranks` is below 1, or the settings do not fit.
+            UnknownPluginError: nothing installed has the name.
+            DuplicatePluginError: two distributions have it.
+        """
+        if ranks < 1:
+            raise ConfigError(f"ranks={ranks} must be at least 1")
+        entry = find_plugin(BACKENDS_GROUP, backend)
+        self.version = f"{entry.distribution} {entry.version}"
+        self.ranks = ranks
+        self._timeout_s = timeout_s
+        self._spec: BackendSpec | None = None
+        self._load_failure = ""
+        try:
+            self._spec = BackendHost.load(backend).spec
+        except UnknownPluginError:
+            raise
+        except PluginError as error:
+            self._load_failure = str(error)
+        on_cpu = {"device": "cpu"} if self._spec is None or "cpu" in self._spec.devices else {}
+        self._subject = Subject(backend, {**on_cpu, **(settings or {})}, entry.distribution)
+        self._device = "cpu"
+        if self._spec is not None:
+            self._device = validate(self._spec.config_class, self._subject.section(), at="engine").device
+        self._scratch = tempfile.TemporaryDirectory(prefix="verl-engine-check-")
+        self._pools: dict[int, RankPool] = {}
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def run(self, check: Check) -> Outcome:
+        """Run one check. Whatever the backend does, this returns."""
+        start = time.monotonic()
+        reason = self._reason_to_skip(check)
+        if reason:
+            return Outcome(check, "skipped", reason)
+        status: Any = "passed"
+        details = ""
+        folder = Path(tempfile.mkdtemp(prefix=f"{check.name.replace('/', '-')}-", dir=self._scratch.name))
+        try:
+            for phase in check.phases:
+                self._run_phase(phase, folder)
+        except SkipCheckError as skip:
+            status, reason = "skipped", str(skip)
+        except FreshProcessError as error:
+            status, reason, details = "failed", str(error), error.details
+        except RankError as error:
+            status, reason, details = "failed", error.summary, error.details
+        return Outcome(check, status, reason, details, time.monotonic() - start)
+
+    def close(self) -> None:
+        """End all ranks. Harmless when called twice."""
+        for pool in self._pools.values():
+            pool.close()
+        self._scratch.cleanup()
+
+    def _reason_to_skip(self, check: Check) -> str:
+        is_fresh = all(phase.place == "fresh process" for phase in check.phases)
+        if self._spec is None:
+            return "" if is_fresh else f"it cannot be loaded: {self._load_failure}"
+        for feature in check.features:
+            gap = self._spec.capabilities.gaps.get(feature)
+            if gap is not None:
+                return f"declared gap {feature!r}: {gap}"
+        if "multi_rank" in check.features and self.ranks < 2:  # noqa: PLR2004 - several
+            return "shows nothing on a single rank; ask for more, such as --ranks 2"
+        return ""
+
+    def _run_phase(self, phase: Phase, folder: Path) -> None:
+        if phase.place == "fresh process":
+            run_fresh(phase.function, self._subject, folder, self._timeout_s)
+            return
+        size = 1 if phase.place == "one rank" else self._num_ranks()
+        models = Path(self._scratch.name) / "models"
+        models.mkdir(exist_ok=True)
+        reasons = self._pool(size).run(
+            run_on_rank, phase.function, self._subject, size, models, folder, timeout_s=self._timeout_s
+        )
+        skipped = [reason for reason in reasons if reason is not None]
+        if skipped:
+            raise SkipCheckError(skipped[0])
+
+    def _num_ranks(self) -> int:
+        assert self._spec is not None
+        return 1 if "multi_rank" in self._spec.capabilities.gaps else self.ranks
+
+    def _pool(self, size: int) -> RankPool:
+        """Return ranks, new ones where a failure ended the former."""
+        pool = self._pools.get(size)
+        if pool is None or pool.is_closed:
+            assert self._spec is not None
+            pool = self._pools[size] = RankPool(
+                size,
+                prepare=partial(prepare_rank, self._subject),
+                device=self._device,
+                must_precede=self._spec.must_precede,
+            )
+        return pool

@@ -1,0 +1,163 @@
+"""The optimizer step: clipping, AdamW, schedule, and what a gradient that is not finite leaves untouched."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Final
+
+from verl_engine.contract.errors import TrainingDivergedError
+from verl_engine.engine.lr_schedule import lr_multiplier
+from verl_engine.testing.conformance.check import Check, all_ranks
+from verl_engine.testing.conformance.driver import differences, same
+from verl_engine.testing.conformance.reference import (
+    ReferenceRun,
+    furthest,
+    make_sequences,
+    reference_gradient,
+    relative_error,
+    weighted_loss,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from verl_engine.batch.packed import PackedBatch
+    from verl_engine.engine.base import TokenOutput
+    from verl_engine.testing.conformance.bench import Bench
+
+SETTINGS: Final[dict[str, Any]] = {
+    "learning_rate": 1e-2,
+    "warmup_steps": 2,
+    "total_steps": 5,
+    "lr_schedule": "linear",
+    "weight_decay": 0.1,
+    "max_grad_norm": 0.05,
+}
+MAX_NORM: Final = 0.05
+
+
+def clipping(bench: Bench) -> None:
+    """Gradients are clipped to max_grad_norm before the step, by their norm over all parameters and ranks."""
+    sequences = make_sequences(8)
+    expected = reference_gradient(bench.model(), sequences)
+    norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in expected.values()))
+    assert norm > 2 * MAX_NORM, norm
+    probe = bench.probe(max_grad_norm=MAX_NORM)
+    found = probe.gradient_of(sequences)
+    clipped = {name: gradient * (MAX_NORM / (norm + 1e-6)) for name, gradient in expected.items()}
+    error = relative_error(found, clipped)
+    bench.require_everywhere(
+        error <= 1e-5,  # noqa: PLR2004 - as the accumulation contract
+        f"the gradient applied is off by {error:.3g} from the one clipped to {MAX_NORM}",
+    )
+    assert probe.report is not None
+    reported = probe.report.optimizer.grad_norm
+    bench.require_everywhere(
+        math.isclose(reported, norm, rel_tol=1e-5), f"grad_norm is {reported}, before clipping it is {norm}"
+    )
+
+
+def adamw(bench: Bench) -> None:
+    """Four steps with warm-up, decay and clipping equal torch's own AdamW in one process."""
+    batches = [make_sequences(8, seed=seed) for seed in range(4)]
+    factors = [0.5, 1.0, 1.0, 2 / 3]
+    reference = ReferenceRun(bench.model(), SETTINGS["learning_rate"], SETTINGS["weight_decay"], MAX_NORM)
+    expected = reference.train(batches, factors)
+    driver = bench.driver(**SETTINGS)
+    steps = [driver.train(batch).optimizer for batch in batches]
+    rates = [step.learning_rate for step in steps]
+    right = [SETTINGS["learning_rate"] * factor for factor in factors]
+    bench.require_everywhere(_close(rates, right), f"learning rates were {rates}, not {right}")
+    norms = [step.grad_norm for step in steps]
+    bench.require_everywhere(_close(norms, reference.norms, 1e-4), f"norms were {norms}, not {reference.norms}")
+    worst, error = furthest(driver.weights(), expected)
+    # The weights moved by up to 3e-2.
+    bench.require_everywhere(error <= 2e-5, f"{worst} is off by {error:.3g} after four steps")  # noqa: PLR2004
+
+
+def schedules(bench: Bench) -> None:
+    """Each learning-rate schedule gives the rates that the core defines."""
+    sequences = make_sequences(4)
+    for schedule in ("constant", "linear", "cosine"):
+        driver = bench.driver(lr_schedule=schedule, warmup_steps=2, total_steps=4, min_lr_ratio=0.1, learning_rate=1e-3)
+        rates = [driver.train(sequences).optimizer.learning_rate for _ in range(6)]
+        right = [1e-3 * lr_multiplier(driver.config, step) for step in range(6)]
+        bench.require_everywhere(_close(rates, right), f"the {schedule} schedule gave {rates}, not {right}")
+
+
+def not_finite(bench: Bench) -> None:
+    """A gradient that is not finite on one rank is skipped by all: the next step is as if it had not been."""
+    for poisoned, value in ((bench.world_size - 1, float("nan")), (0, float("inf"))):
+        skipping, plain = bench.driver(**SETTINGS), bench.driver(**SETTINGS)
+        batches = [make_sequences(8, seed=seed) for seed in range(4)]
+        for driver in (skipping, plain):
+            driver.train(batches[0])
+        before = skipping.weights()
+        report = skipping.step(skipping.share(batches[1]), _Poison(value if bench.rank == poisoned else 1.0))
+        bench.require_everywhere(
+            not report.optimizer.applied, f"a gradient of {value} on rank {poisoned} was not skipped by all ranks"
+        )
+        bench.require_everywhere(
+            not math.isfinite(report.optimizer.grad_norm), f"grad_norm is {report.optimizer.grad_norm} for it"
+        )
+        now = skipping.weights()
+        bench.require_everywhere(same(now, before), f"a skipped step changed weights: {differences(now, before)}")
+        for batch in batches[2:]:
+            found, right = skipping.train(batch).optimizer, plain.train(batch).optimizer
+            bench.require_everywhere(
+                found == right, f"after a skipped step the next gave {found}; without it, it gives {right}"
+            )
+        difference = differences(skipping.weights(), plain.weights())
+        bench.require_everywhere(
+            difference == "none", f"a skipped step changed what followed: {difference}; optimizer state was touched"
+        )
+
+
+def zeroed(bench: Bench) -> None:
+    """Gradients are zero after a step: the next one adds nothing of it."""
+    probe = bench.probe()
+    first = probe.gradient_of(make_sequences(8, seed=1))
+    second = probe.gradient_of(make_sequences(8, seed=2))
+    fresh = bench.probe().gradient_of(make_sequences(8, seed=2))
+    error = relative_error(second, fresh)
+    assert relative_error(first, fresh) > 1e-3  # noqa: PLR2004 - they are different batches
+    bench.require_everywhere(error <= 1e-6, f"the second gradient of an engine is off by {error:.3g}")  # noqa: PLR2004
+
+
+def giving_up(bench: Bench) -> None:
+    """After max_skipped_steps skips in a row every rank stops with the reason."""
+    driver = bench.driver(max_skipped_steps=2)
+    micro_batches = driver.share(make_sequences(8))
+    first = driver.step(micro_batches, _Poison(math.nan))
+    bench.require_everywhere(not first.optimizer.applied, "a gradient that is not finite was not skipped")
+    has_stopped = False
+    try:
+        driver.step(micro_batches, _Poison(math.nan))
+    except TrainingDivergedError:
+        has_stopped = True
+    bench.require_everywhere(has_stopped, "two skipped steps in a row raised no TrainingDivergedError")
+
+
+class _Poison:
+    """A loss times a factor."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+
+    def __call__(self, output: TokenOutput, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss, metrics = weighted_loss(output, batch)
+        return loss * self._factor, metrics
+
+
+def _close(found: list[float], expected: list[float], tolerance: float = 1e-6) -> bool:
+    return all(math.isclose(a, b, rel_tol=tolerance) for a, b in zip(found, expected, strict=True))
+
+
+CHECKS = (
+    Check("optimizer/clipping", (all_ranks(clipping),)),
+    Check("optimizer/adamw", (all_ranks(adamw),)),
+    Check("optimizer/schedules", (all_ranks(schedules),)),
+    Check("optimizer/not_finite", (all_ranks(not_finite),)),
+    Check("optimizer/giving_up", (all_ranks(giving_up),)),
+    Check("optimizer/zeroed", (all_ranks(zeroed),)),
+)

@@ -1,0 +1,82 @@
+"""After an exception in the middle of an accumulation, the next gradient is right."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from verl_engine.testing.conformance.check import Check, all_ranks
+from verl_engine.testing.conformance.reference import make_sequences, relative_error, weighted_loss
+
+if TYPE_CHECKING:
+    import torch
+
+    from verl_engine.batch.packed import PackedBatch
+    from verl_engine.engine.base import TokenOutput
+    from verl_engine.testing.conformance.bench import Bench
+    from verl_engine.testing.conformance.gradient_probe import GradientProbe
+
+TOLERANCE: Final = 1e-6
+NUM_MICRO_BATCHES: Final = 3
+
+
+class LossFailedError(RuntimeError):
+    """Stands for whatever a user's loss may raise."""
+
+
+class _FailingLoss:
+    """Raises in one micro-batch."""
+
+    def __init__(self, fail_at: int) -> None:
+        self._left = fail_at
+
+    def __call__(self, output: TokenOutput, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        if self._left == 0:
+            raise LossFailedError
+        self._left -= 1
+        return weighted_loss(output, batch)
+
+
+def first_micro_batch(bench: Bench) -> None:
+    """An exception in the first micro-batch leaves nothing behind."""
+    _fail_at(bench, 0)
+
+
+def middle_micro_batch(bench: Bench) -> None:
+    """An exception after a micro-batch whose gradient is held back leaves nothing behind."""
+    _fail_at(bench, 1)
+
+
+def last_micro_batch(bench: Bench) -> None:
+    """An exception in the last micro-batch leaves nothing behind."""
+    _fail_at(bench, NUM_MICRO_BATCHES - 1)
+
+
+def _fail_at(bench: Bench, fail_at: int) -> None:
+    sequences = make_sequences(12)
+    probe = bench.probe()
+    # After each failure another number of micro-batches: what was left switched off shows in a single one.
+    for num_micro_batches in (1, NUM_MICRO_BATCHES):
+        expected = probe.gradient_of(sequences, num_micro_batches)
+        _fail(bench, probe, fail_at)
+        error = relative_error(probe.gradient_of(sequences, num_micro_batches), expected)
+        bench.require_everywhere(
+            error <= TOLERANCE,
+            f"after an exception in micro-batch {fail_at} of {NUM_MICRO_BATCHES}, the next gradient, over "
+            f"{num_micro_batches} micro-batches, is off by {error:.3g}",
+        )
+
+
+def _fail(bench: Bench, probe: GradientProbe, fail_at: int) -> None:
+    has_raised = False
+    try:
+        probe.driver.step(probe.driver.share(make_sequences(12, seed=1), NUM_MICRO_BATCHES), _FailingLoss(fail_at))
+    except LossFailedError:
+        has_raised = True
+    bench.require_everywhere(has_raised, "an exception of the loss function did not come out of the step")
+
+
+CHECKS = (
+    Check("recovery/first_micro_batch", (all_ranks(first_micro_batch),)),
+    Check("recovery/middle_micro_batch", (all_ranks(middle_micro_batch),)),
+    Check("recovery/last_micro_batch", (all_ranks(last_micro_batch),)),
+)

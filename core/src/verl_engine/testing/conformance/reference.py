@@ -1,0 +1,148 @@
+"""The judge of all parity checks: one process, one sequence at a time, plain transformers, no engine.
+
+Shape legend: L tokens of one sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+
+from verl_engine.batch.sequence import Sequence
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from verl_engine.batch.packed import PackedBatch
+    from verl_engine.engine.base import TokenOutput
+
+Key = TypeVar("Key")
+
+
+def weighted_loss(output: TokenOutput, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum of -weight * log-prob over the loss tokens: linear in what the accumulation must get right."""
+    mask = batch.loss_mask
+    # An empty micro-batch has no fields.
+    weight = batch.fields["weight"][mask] if batch.fields else 0.0
+    loss = -(output.log_probs[mask] * weight).sum()
+    return loss, {"log_prob": output.log_probs.detach().sum()}
+
+
+def make_sequences(num: int, seed: int = 0, vocab_size: int = 32) -> list[Sequence]:
+    """Draw sequences of 1 to 17 tokens, with uneven loss masks and weights of both signs."""
+    random = np.random.default_rng(seed)
+    sequences = []
+    for _ in range(num):
+        length = int(random.integers(1, 18))
+        mask = random.random(length) < random.random()
+        mask[0] = False
+        weight = random.normal(size=length).astype(np.float32)
+        sequences.append(Sequence(random.integers(0, vocab_size, length), mask, {"weight": weight}))
+    sequences[0].loss_mask[1:] = True
+    return sequences
+
+
+def load_reference(folder: Path) -> Any:
+    """Load the plain model, in float32 and eval mode."""
+    from transformers import AutoModelForCausalLM  # ranks prepare before they import it
+
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    )
+
+
+def sequence_log_probs(model: Any, sequence: Sequence, temperature: float = 1.0) -> torch.Tensor:
+    """Return [L]: log-prob of each token given those before it; 0 for the first."""
+    ids = torch.from_numpy(sequence.token_ids)
+    logits_LV = model(input_ids=ids[None], use_cache=False).logits[0]
+    logp_LV = (logits_LV / temperature).log_softmax(-1)
+    return torch.cat([logp_LV.new_zeros(1), logp_LV[:-1].gather(-1, ids[1:, None])[:, 0]])
+
+
+def masked_log_probs(model: Any, sequence: Sequence, temperature: float = 1.0) -> torch.Tensor:
+    """Return [L], without gradient; 0 outside the loss, as an engine gives them."""
+    with torch.no_grad():
+        log_probs = sequence_log_probs(model, sequence, temperature)
+    return torch.where(torch.from_numpy(sequence.loss_mask), log_probs, 0.0)
+
+
+def accumulate(model: Any, sequences: list[Sequence]) -> tuple[float, float]:
+    """Add d(sum over tokens / number of loss tokens) of the global batch to the model's gradients.
+
+    Returns:
+        Loss, and mean log-prob of the loss tokens.
+    """
+    num_tokens = sum(sequence.num_loss_tokens for sequence in sequences)
+    total_loss, total_log_prob = 0.0, 0.0
+    for sequence in sequences:
+        mask = torch.from_numpy(sequence.loss_mask)
+        log_probs = sequence_log_probs(model, sequence)[mask]
+        loss = -(log_probs * torch.from_numpy(sequence.fields["weight"])[mask]).sum() / num_tokens
+        loss.backward()
+        total_loss += float(loss)
+        total_log_prob += float(log_probs.sum()) / num_tokens
+    return total_loss, total_log_prob
+
+
+def reference_gradient(folder: Path, sequences: list[Sequence]) -> dict[str, torch.Tensor]:
+    """Return the gradient of a global batch, computed in float64."""
+    model = load_reference(folder).double()
+    accumulate(model, sequences)
+    return {name: parameter.grad.float() for name, parameter in model.named_parameters()}
+
+
+def relative_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Return the largest difference of any entry, relative to the largest entry of its tensor; inf if not finite."""
+    missing = sorted(expected.keys() - found.keys())
+    assert not missing, f"no gradient for {', '.join(missing[:5])}"
+    worst = 0.0
+    for name, gradient in expected.items():
+        error = float((found[name] - gradient).abs().max() / gradient.abs().max().clamp_min(1e-12))
+        worst = max(worst, error) if math.isfinite(error) else math.inf  # max would not see a NaN
+    return worst
+
+
+def furthest(found: Mapping[Key, torch.Tensor], expected: Mapping[Key, torch.Tensor]) -> tuple[Key, float]:
+    """Return where two sets of tensors differ most, and by how much; inf where a difference is not finite."""
+    assert expected, "nothing to compare"
+    distances = {key: float((found[key] - tensor).abs().max()) for key, tensor in expected.items()}
+    known = {key: distance if math.isfinite(distance) else math.inf for key, distance in distances.items()}
+    worst = max(known, key=lambda key: known[key])
+    return worst, known[worst]
+
+
+@dataclass
+class ReferenceRun:
+    """A plain model trained by torch's own AdamW and clipping."""
+
+    folder: Path
+    learning_rate: float
+    weight_decay: float
+    max_grad_norm: float
+    norms: list[float] = field(default_factory=list)
+
+    def train(self, batches: list[list[Sequence]], factors: list[float]) -> dict[str, torch.Tensor]:
+        """Make one step a batch, each at its share of the learning rate; return the weights."""
+        model = load_reference(self.folder)
+        parameters = list(model.parameters())
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": [entry for entry in parameters if entry.ndim > 1], "weight_decay": self.weight_decay},
+                {"params": [entry for entry in parameters if entry.ndim <= 1], "weight_decay": 0.0},
+            ],
+            lr=self.learning_rate,
+            betas=(0.9, 0.95),
+        )
+        for sequences, factor in zip(batches, factors, strict=True):
+            accumulate(model, sequences)
+            self.norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)))
+            for group in optimizer.param_groups:
+                group["lr"] = self.learning_rate * factor
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: tensor.detach() for name, tensor in model.named_parameters()}

@@ -1,0 +1,150 @@
+"""Weights kept aside on the CPU: their own, exact, complete."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import torch
+
+from verl_engine.contract.errors import WeightsError
+from verl_engine.testing.conformance.check import Check, all_ranks
+from verl_engine.testing.conformance.driver import differences
+from verl_engine.testing.conformance.reference import make_sequences
+
+if TYPE_CHECKING:
+    from verl_engine.testing.conformance.bench import Bench
+    from verl_engine.testing.conformance.driver import Driver
+
+
+def independent(bench: Bench) -> None:
+    """Training after a save does not change what was saved."""
+    driver = bench.driver()
+    snapshots = driver.snapshots()
+    before = driver.weights()
+    saved = snapshots.save("kept", version=3)
+    checksum = saved.checksum
+    bench.require_everywhere(bool(saved.tensors) and saved.num_bytes > 0, "the snapshot holds no weights")
+    bench.require_everywhere((saved.tag, saved.version) == ("kept", 3), "the hook returned another snapshot")
+    for seed in range(2):
+        driver.train(make_sequences(8, seed=seed))
+    bench.require_everywhere(differences(driver.weights(), before) != "none", "two steps trained nothing")
+    bench.require_everywhere(saved.checksum == checksum, "training changed the snapshot: it aliases the live weights")
+
+
+def exact(bench: Bench) -> None:
+    """What is restored is what was saved, bit for bit, however often, after inference too; training goes on from it."""
+    driver, twin = bench.driver(), bench.driver()
+    snapshots = driver.snapshots()
+    for each in (driver, twin):
+        each.train(make_sequences(8, seed=0))
+    before = driver.weights()
+    driver.infer(make_sequences(3))
+    snapshots.save("kept")
+    snapshots.restore("kept")
+    _require_same(bench, driver, before, "restored at once")
+    # Optimizer and schedule are not part of a snapshot: the twin trains on without one.
+    for each in (driver, twin):
+        each.train(make_sequences(8, seed=1))
+    _require_same(bench, driver, twin.weights(), "after a save and a further step")
+    for _ in range(2):
+        driver.train(make_sequences(8, seed=2))
+        driver.infer(make_sequences(3))
+        snapshots.restore("kept")
+        _require_same(bench, driver, before, "restored after training")
+    snapshots.save("kept")  # into the memory of the first
+    _require_same(bench, driver, before, "saved again")
+
+
+def swapped(bench: Bench) -> None:
+    """Other weights inside ``swapped``; those in force before come back, after an exception too."""
+    driver = bench.driver()
+    snapshots = driver.snapshots()
+    first = driver.weights()
+    snapshots.save("first")
+    driver.train(make_sequences(8))
+    second = driver.weights()
+    with snapshots.swapped("first"):
+        _require_same(bench, driver, first, "inside swapped")
+    _require_same(bench, driver, second, "after swapped")
+    with suppress(ZeroDivisionError), snapshots.swapped("first"):
+        raise ZeroDivisionError
+    _require_same(bench, driver, second, "after an exception inside swapped")
+
+
+def tags(bench: Bench) -> None:
+    """Several tags do not disturb each other; an unknown one is refused."""
+    driver = bench.driver()
+    snapshots = driver.snapshots()
+    kept = {}
+    for seed in range(2):
+        kept[str(seed)] = driver.weights()
+        snapshots.save(str(seed))
+        driver.train(make_sequences(8, seed=seed))
+    for tag in ("0", "1", "0"):
+        snapshots.restore(tag)
+        _require_same(bench, driver, kept[tag], f"tag {tag} restored")
+    snapshots.drop("0")
+    try:
+        snapshots.restore("0")
+    except WeightsError:
+        return
+    raise AssertionError("restoring a tag that was dropped does nothing, without a word")
+
+
+def buffers(bench: Bench) -> None:
+    """Buffers that change in training, persistent or not, are saved and restored with the weights."""
+    driver = bench.driver("buffered")
+    snapshots = driver.snapshots()
+    sequences = make_sequences(5)
+    driver.train(make_sequences(8, seed=0))
+    before = driver.infer(sequences)
+    snapshots.save("kept")
+    driver.train(make_sequences(8, seed=1))
+    changed = driver.infer(sequences)
+    bench.require_everywhere(not _equal(before, changed), "a training step changed no log-prob")
+    snapshots.restore("kept")
+    bench.require_everywhere(
+        _equal(driver.infer(sequences), before),
+        "after a restore log-probs differ from those at the save: buffers that changed in training were lost",
+    )
+
+
+def offloaded(bench: Bench) -> None:
+    """A snapshot taken, or restored, while the weights are on the CPU is as independent and exact."""
+    driver = bench.driver()
+    snapshots = driver.snapshots()
+    before = driver.weights()
+    driver.engine.move(to_cpu=True)
+    saved = snapshots.save("kept")
+    checksum = saved.checksum
+    driver.engine.move(to_cpu=False)
+    driver.train(make_sequences(8))
+    bench.require_everywhere(
+        saved.checksum == checksum, "training changed a snapshot taken while offloaded: it aliases the live weights"
+    )
+    driver.engine.move(to_cpu=True)
+    snapshots.restore("kept")
+    driver.engine.move(to_cpu=False)
+    _require_same(bench, driver, before, "restored while offloaded")
+    driver.train(make_sequences(8))
+    bench.require_everywhere(saved.checksum == checksum, "the restore made the snapshot and the live weights one")
+
+
+def _require_same(bench: Bench, driver: Driver, expected: dict[str, torch.Tensor], when: str) -> None:
+    found = differences(driver.weights(), expected)
+    bench.require_everywhere(found == "none", f"{when}: {found}")
+
+
+def _equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+CHECKS = (
+    Check("snapshots/independent", (all_ranks(independent),), ("snapshots",)),
+    Check("snapshots/exact", (all_ranks(exact),), ("snapshots",)),
+    Check("snapshots/swapped", (all_ranks(swapped),), ("snapshots",)),
+    Check("snapshots/tags", (all_ranks(tags),), ("snapshots",)),
+    Check("snapshots/buffers", (all_ranks(buffers),), ("snapshots",)),
+    Check("snapshots/offloaded", (all_ranks(offloaded),), ("snapshots", "offload")),
+)

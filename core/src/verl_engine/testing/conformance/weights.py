@@ -1,0 +1,131 @@
+"""Whole weights out of the engine and into it, under Hugging Face names."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verl_engine.contract.errors import WeightsError
+from verl_engine.testing.conformance.check import Check, all_ranks
+from verl_engine.testing.conformance.driver import differences
+from verl_engine.testing.conformance.reference import load_reference, make_sequences
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from verl_engine.testing.conformance.bench import Bench
+
+
+def export(bench: Bench) -> None:
+    """A fresh engine exports what its model folder holds: names, shapes and values."""
+    _export(bench, "plain")
+
+
+def tied(bench: Bench) -> None:
+    """Tied weights are exported once."""
+    _export(bench, "tied")
+
+
+def _export(bench: Bench, kind: str) -> None:
+    driver = bench.driver(kind)
+    expected = _weights_of(bench.model(kind))
+    specs = driver.engine.weight_specs()
+    names = [spec.name for spec in specs]
+    bench.require_everywhere(len(names) == len(set(names)), f"weight_specs lists a name twice: {names}")
+    odd = sorted(set(names) ^ expected.keys())
+    bench.require_everywhere(
+        not odd, f"weight_specs and the Hugging Face folder do not have the same names: {', '.join(odd[:5])}"
+    )
+    wrong = [spec.name for spec in specs if spec.shape != tuple(expected[spec.name].shape)]
+    bench.require_everywhere(not wrong, f"weight_specs gives a wrong shape for {', '.join(wrong[:5])}")
+    found = driver.weights()
+    bench.require_everywhere(list(found) == names, "full_weights yields other names than it was asked for")
+    dtypes = [spec.name for spec in specs if found[spec.name].dtype != spec.dtype]
+    bench.require_everywhere(not dtypes, f"weight_specs gives a wrong dtype for {', '.join(dtypes[:5])}")
+    same_dtype = {name: tensor.to(found[name].dtype) for name, tensor in expected.items()}
+    wrong_values = differences(found, same_dtype)
+    bench.require_everywhere(wrong_values == "none", f"exported and loaded weights: {wrong_values}")
+    some = names[1::2]
+    part = [name for name, _ in driver.engine.full_weights(some)]
+    bench.require_everywhere(part == some, f"full_weights({some}) yielded {part}")
+
+
+def whole_import(bench: Bench) -> None:
+    """Another model's weights go in, in any order, and come out the same; log-probs follow."""
+    for kind, other in (("plain", "other"), ("tied", "tied")):
+        driver, source = bench.driver(kind), bench.driver(other)
+        source.train(make_sequences(8))
+        weights = source.weights()
+        driver.engine.load_full_weights(reversed(weights.items()))
+        found = differences(driver.weights(), weights)
+        bench.require_everywhere(found == "none", f"imported and exported again ({kind} model): {found}")
+        sequences = make_sequences(3)
+        pairs = zip(driver.infer(sequences), source.infer(sequences), strict=True)
+        bench.require_everywhere(
+            all(torch.equal(mine, theirs) for mine, theirs in pairs), f"imported weights are not used ({kind} model)"
+        )
+
+
+def import_refusals(bench: Bench) -> None:
+    """Weights that do not fit are refused with a WeightsError, on every rank: unknown, misshaped, missing, doubled."""
+    driver = bench.driver()
+    weights = driver.weights()
+    name, tensor = next(iter(weights.items()))
+    wrong: dict[str, list[tuple[str, torch.Tensor]]] = {
+        "an unknown name": [("no.such.weight", tensor)],
+        "a wrong shape": [(name, tensor[1:])],
+        "a missing weight": list(weights.items())[1:],
+        "a weight that comes twice": [*weights.items(), (name, tensor)],
+    }
+    for what, given in wrong.items():
+        is_refused = False
+        try:
+            driver.engine.load_full_weights(iter(given))
+        except WeightsError:
+            is_refused = True
+        bench.require_everywhere(is_refused, f"load_full_weights takes {what} without a word")
+    driver.engine.load_full_weights(weights.items())
+
+
+def saved_folder(bench: Bench) -> None:
+    """A saved folder loads in transformers, with the exported weights bit for bit, tied or not."""
+    for kind in ("plain", "tied"):
+        driver = bench.driver(kind)
+        driver.train(make_sequences(8))
+        driver.infer(make_sequences(3))  # between a training step and a save there is often an evaluation
+        folder = bench.folder / kind
+        for _ in range(2):  # the second time over the first
+            driver.engine.save_pretrained(folder)
+        found = driver.weights()
+        saved = {name: tensor.to(found[name].dtype) for name, tensor in _weights_of(folder).items() if name in found}
+        wrong = differences(saved, found)
+        bench.require_everywhere(wrong == "none", f"saved and exported weights ({kind} model): {wrong}")
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        bench.require_everywhere(
+            config.get("architectures") == ["Qwen3ForCausalLM"],
+            f"config.json of the saved folder says architectures={config.get('architectures')}",
+        )
+        loaded = load_reference(folder).state_dict()
+        misread = [name for name, tensor in found.items() if not torch.equal(loaded[name], tensor.float())]
+        bench.require_everywhere(not misread, f"transformers reads other values for {', '.join(misread[:5])}")
+
+
+def _weights_of(folder: Path) -> dict[str, Any]:
+    """Read what a folder's safetensors files hold; tied weights are there once."""
+    from safetensors.torch import load_file  # comes with transformers
+
+    weights: dict[str, Any] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        weights.update(load_file(file))
+    return weights
+
+
+CHECKS = (
+    Check("weights/export", (all_ranks(export),)),
+    Check("weights/tied", (all_ranks(tied),)),
+    Check("weights/import", (all_ranks(whole_import),), ("weight_import",)),
+    Check("weights/import_refusals", (all_ranks(import_refusals),), ("weight_import",)),
+    Check("weights/saved_folder", (all_ranks(saved_folder),)),
+)

@@ -1,0 +1,31 @@
+"""fsdp2 keeps the contract: the kit that ships with the core says so. Beside this file is what only fsdp2 has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+
+from verl_engine.testing.conformance import EngineConformance
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@pytest.mark.dist
+class TestFsdp2(EngineConformance):
+    backend = "fsdp2"
+
+
+@pytest.mark.dist
+class TestFsdp2Padded(EngineConformance):
+    backend = "fsdp2"
+    settings: ClassVar[Mapping[str, Any]] = {"packing": False}
+    only = ("accumulation", "log_probs", "modes", "deadlock/idle_ranks")
+
+
+@pytest.mark.dist
+class TestFsdp2KeepsParametersGathered(EngineConformance):
+    backend = "fsdp2"
+    settings: ClassVar[Mapping[str, Any]] = {"reshard_after_forward": False}
+    only = ("accumulation", "recovery", "snapshots/exact", "weights/saved_folder")

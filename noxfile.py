@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent
 CONSTRAINTS = "constraints/cpu.txt"
 TORCH = "torch==2.13.0"
 PACKAGES = ("core", "plugins/verl_fsdp", "plugins/verl_async")
-TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
+TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis", "hatchling")  # hatchling builds the wheels of a test
 LINT_TOOLS = ("ruff", "import-linter")
 TYPE_TOOLS = ("mypy", "types-PyYAML", "pyarrow-stubs")
 # The demo's seed is fixed, and every process keeps to one thread: ranks that share cores slow each other down.
@@ -78,6 +78,9 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", ".")
     sources = ":".join(str(ROOT / package / "src") for package in PACKAGES)
     session.run("lint-imports", env={"PYTHONPATH": sources})
+    with session.chdir(_write_new_backend(session, env={"PYTHONPATH": sources})):
+        session.run("ruff", "check", ".")
+        session.run("ruff", "format", "--check", ".")
 
 
 @nox.session
@@ -85,6 +88,8 @@ def typecheck(session: nox.Session) -> None:
     """Static types (mypy, strict) of packages and tests."""
     _install(session, "nox", *TEST_TOOLS, *TYPE_TOOLS)
     session.run("mypy")
+    with session.chdir(_write_new_backend(session)):
+        session.run("mypy", env={"MYPYPATH": "src"})
 
 
 @nox.session(venv_backend="none")
@@ -132,6 +137,16 @@ def real_model(session: nox.Session) -> None:
         "--output", str(training), env=environment,
     )  # fmt: skip
     session.run("python", "recipes/chain_sum_check.py", str(training), env=environment)
+
+
+def _write_new_backend(session: nox.Session, env: dict[str, str] | None = None) -> Path:
+    """Write a new backend, whose code must meet the standards of its own pyproject."""
+    folder = Path(session.create_tmp()) / "my-engine"
+    shutil.rmtree(folder, ignore_errors=True)
+    session.run(
+        "python", "-m", "verl_engine", "new-backend", "my_engine", "--output", str(folder), env=env, silent=True
+    )
+    return folder
 
 
 def _install(session: nox.Session, *tools: str) -> None:

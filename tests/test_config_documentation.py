@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-import verl_async
-import verl_fsdp
-from docs.generate_config_reference import PAGE, render
+from docs.generate_config_reference import BACKENDS, PAGE, render
+from tests.repository import PACKAGES
+from verl_engine.contract.names import BACKENDS_GROUP
 from verl_engine.contract.strict_model import StrictModel
+from verl_engine.host.catalog import list_plugins
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-for package in (verl_async, verl_fsdp):
-    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-        if module.name.endswith(".config"):
+OURS = [package.name.replace("core", "verl_engine") for package in PACKAGES]
+for name in OURS:
+    for module in pkgutil.iter_modules(importlib.import_module(name).__path__, f"{name}."):
+        if module.name.endswith("config"):
             importlib.import_module(module.name)
 
 
@@ -36,6 +38,18 @@ def test_every_setting_is_described(config_class: type[StrictModel]) -> None:
     is_job = config_class.__name__.endswith("Job")
     undescribed = [name for name, field in config_class.model_fields.items() if not field.description and not is_job]
     assert undescribed == []
+
+
+@pytest.mark.parametrize("config_class", list(config_classes()), ids=lambda config_class: config_class.__name__)
+def test_every_setting_is_in_the_reference(config_class: type[StrictModel]) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    missing = [name for name in config_class.model_fields if f".{name}` |" not in page and f"| `{name}` |" not in page]
+    assert missing == []
+
+
+def test_every_backend_of_ours_has_a_section() -> None:
+    ours = {entry.name for entry in list_plugins(BACKENDS_GROUP) if entry.distribution.replace("-", "_") in OURS}
+    assert ours == BACKENDS.keys()
 
 
 def test_the_reference_page_is_current() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 import verl_engine
 from tests.repository import PACKAGES, ROOT
+from verl_engine.host.known_plugins import KINDS
 
 CORE = "verl-engine-core"
 PLUGINS = [package.name.replace("_", "-") for package in PACKAGES if package.name != "core"]
@@ -40,9 +41,9 @@ def test_core_asks_for_no_torch() -> None:
     ] == []
 
 
-@pytest.mark.parametrize("group", ["verl_engine.backends", "verl_engine.commands", "verl_async.rollouts"])
+@pytest.mark.parametrize("group", KINDS)
 def test_entry_points_lead_somewhere(group: str) -> None:
-    ours = [point for point in entry_points(group=group) if point.dist and point.dist.name in PLUGINS]
+    ours = [point for point in entry_points(group=group) if point.dist and point.dist.name in {CORE, *PLUGINS}]
     assert ours
     for point in ours:
         assert point.load() is not None

@@ -1,0 +1,188 @@
+"""fsdp2 with one thing wrong each: what the conformance kit must catch.
+
+Imports no torch, as hooks modules do not; the engines are in `tests.mutant_engines`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ConfigDict
+
+from verl_engine.contract.backend import BackendSpec, Capabilities
+from verl_engine.contract.markers import hookimpl
+from verl_fsdp import hooks
+from verl_fsdp.config import Fsdp2Config
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from verl_engine.contract.optimizer_step import OptimizerStep
+    from verl_engine.engine.snapshots import WeightSnapshot
+
+
+class MutantConfig(Fsdp2Config):
+    """The same fields, under any name."""
+
+    backend: str = "mutant"  # type: ignore[assignment] # fsdp2's own allows its own name only
+    """The mutant's name."""
+
+
+class LaxConfig(MutantConfig):
+    """Ignores what it does not know."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class Mutant:
+    """fsdp2's hooks, around another engine class."""
+
+    def __init__(
+        self,
+        name: str,
+        engine_class: str = "Fsdp2Engine",
+        config_class: type[MutantConfig] = MutantConfig,
+        gaps: dict[str, str] | None = None,
+    ) -> None:
+        self.SPEC = BackendSpec(
+            name=name, config_class=config_class, devices=("cpu",), capabilities=Capabilities(gaps or {})
+        )
+        self._engine_class = engine_class
+
+    @hookimpl
+    def engine_create(self, config: Fsdp2Config, model_folder: Path, role: str) -> Any:
+        return getattr(importlib.import_module("tests.mutant_engines"), self._engine_class)(config, model_folder, role)
+
+    @hookimpl
+    def engine_gradient_sync(self, engine: Any, is_last_micro_batch: bool) -> AbstractContextManager[None]:
+        return hooks.engine_gradient_sync(engine, is_last_micro_batch)
+
+    @hookimpl
+    def engine_optimizer_step(self, engine: Any) -> OptimizerStep:
+        return hooks.engine_optimizer_step(engine)
+
+    @hookimpl
+    def engine_copy_weights_to_cpu(self, engine: Any, snapshot: WeightSnapshot) -> WeightSnapshot:
+        return hooks.engine_copy_weights_to_cpu(engine, snapshot)
+
+    @hookimpl
+    def engine_restore_weights_from_cpu(self, engine: Any, snapshot: WeightSnapshot) -> bool:
+        return hooks.engine_restore_weights_from_cpu(engine, snapshot)
+
+
+class EagerSync(Mutant):
+    """Reduces at every micro-batch although only the last was asked for."""
+
+    @hookimpl
+    def engine_gradient_sync(self, engine: Any, is_last_micro_batch: bool) -> AbstractContextManager[None]:
+        del engine, is_last_micro_batch
+        return nullcontext()
+
+
+class DeafSync(Mutant):
+    """Reduces at the last micro-batch only, also where each was asked for."""
+
+    @hookimpl
+    def engine_gradient_sync(self, engine: Any, is_last_micro_batch: bool) -> AbstractContextManager[None]:
+        from verl_fsdp.gradients import gradient_sync
+
+        return gradient_sync(engine.model, reduce=is_last_micro_batch)
+
+
+class UnclosedNoSync(Mutant):
+    """Switches reduction on again only where nothing went wrong."""
+
+    @hookimpl
+    def engine_gradient_sync(self, engine: Any, is_last_micro_batch: bool) -> AbstractContextManager[None]:
+        return nullcontext() if is_last_micro_batch else _no_sync(engine)
+
+
+@contextmanager
+def _no_sync(engine: Any) -> Iterator[None]:
+    engine.model.set_requires_gradient_sync(False)
+    yield
+    engine.model.set_requires_gradient_sync(True)
+
+
+class AliasingSnapshot(Mutant):
+    """Keeps the live tensors: on the CPU there seems nothing to copy."""
+
+    @hookimpl
+    def engine_copy_weights_to_cpu(self, engine: Any, snapshot: WeightSnapshot) -> WeightSnapshot:
+        snapshot.tensors = {name: tensor.detach().cpu() for name, tensor in engine.local_weights()}
+        return snapshot
+
+
+class AliasingRestore(Mutant):
+    """Puts the snapshot's own tensors in the place of the weights."""
+
+    @hookimpl
+    def engine_restore_weights_from_cpu(self, engine: Any, snapshot: WeightSnapshot) -> bool:
+        for name, tensor in engine.local_weights():
+            tensor.set_(snapshot.tensors[name])
+        return True
+
+
+class LostBuffer(Mutant):
+    """Snapshots hold parameters only."""
+
+    @hookimpl
+    def engine_copy_weights_to_cpu(self, engine: Any, snapshot: WeightSnapshot) -> WeightSnapshot:
+        return snapshot.store(pair for pair in engine.local_weights() if pair[0] in engine.parameters)
+
+    @hookimpl
+    def engine_restore_weights_from_cpu(self, engine: Any, snapshot: WeightSnapshot) -> bool:
+        snapshot.copy_into(pair for pair in engine.local_weights() if pair[0] in engine.parameters)
+        return True
+
+
+class ScheduleAdvances(Mutant):
+    """The schedule counts skipped steps."""
+
+    @hookimpl
+    def engine_optimizer_step(self, engine: Any) -> OptimizerStep:
+        step = hooks.engine_optimizer_step(engine)
+        if not step.applied:
+            engine.schedule.step()
+        return step
+
+
+MUTANTS = {
+    mutant.SPEC.name.removeprefix("mutant_"): mutant
+    for mutant in (
+        AliasingRestore("mutant_aliasing_restore"),
+        AliasingSnapshot("mutant_aliasing_snapshot"),
+        DeafSync("mutant_every_micro_batch_ignored"),
+        EagerSync("mutant_sync_on_every_micro_batch"),
+        LostBuffer("mutant_lost_buffer"),
+        ScheduleAdvances("mutant_schedule_advances_on_a_skip"),
+        UnclosedNoSync("mutant_unclosed_no_sync"),
+        Mutant("mutant_bf16_accumulation", "Bf16Accumulation"),
+        Mutant("mutant_checkpoint_without_optimizer", "CheckpointWithoutOptimizer"),
+        Mutant("mutant_clip_after_step", "ClipAfterStep"),
+        Mutant("mutant_clip_by_local_norm", "LocalNorm"),
+        Mutant("mutant_decayed_norms", "DecayedNorms"),
+        Mutant("mutant_held_gradients_kept", "HeldGradientsKept"),
+        Mutant("mutant_hook_not_entered", "HookNotEntered"),
+        Mutant("mutant_lax_config", config_class=LaxConfig),
+        Mutant("mutant_left_in_train_mode", "LeftInTrainMode"),
+        Mutant("mutant_left_in_eval_mode", "LeftInEvalMode"),
+        Mutant("mutant_mixed_sequences", "MixedSequences"),
+        Mutant("mutant_offload_loses_optimizer", "OffloadLosesOptimizer"),
+        Mutant("mutant_random_seed", "RandomSeed"),
+        Mutant("mutant_saves_what_it_loaded", "SavesWhatItLoaded"),
+        Mutant("mutant_silent_rank", "SilentRank"),
+        Mutant("mutant_skip_on_one_rank", "SkipOnOneRank"),
+        Mutant("mutant_tied_twice", "TiedTwice"),
+        Mutant("mutant_undeclared_gap", "NoImport"),
+        Mutant("mutant_declared_gap", "NoImport", gaps={"weight_import": "as the test says"}),
+        Mutant("mutant_wrong_name", "WrongName"),
+        Mutant("mutant_wrong_scale", "WrongScale"),
+        Mutant("mutant_heavy_hooks"),
+    )
+}
+globals().update(MUTANTS)  # an entry point names one of them

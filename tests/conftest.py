@@ -1,0 +1,49 @@
+"""Fixtures of the tests that cross packages."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.end_to_end import Task
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
+    """Write the addition task, very small: few sums, few steps, an untrained model."""
+    from recipes import addition_data  # imports torch when it makes the model, as few tests need
+
+    folder = tmp_path_factory.mktemp("task")
+    addition_data.save_model(folder / "model", seed=0)
+    sums = [(number, 3 * number) for number in range(24)]
+    _write_lines(folder / "prompts.jsonl", [addition_data.prompt_row(a, b) for a, b in sums[:16]])
+    _write_lines(folder / "held_out.jsonl", [addition_data.prompt_row(a, b) for a, b in sums[16:]])
+    _write_lines(folder / "examples.jsonl", [addition_data.example_row(a, b) for a, b in sums[:16]])
+    shared: dict[str, Any] = {
+        "model": {"path": str(folder / "model")},
+        "engine": {"backend": "fsdp2", "learning_rate": 1e-3, "device": "cpu"},
+        "rollout": {"n": 4, "max_response_tokens": 8, "max_batch_prompts": 4, "device": "cpu"},
+        "reward": {"function": "tests.end_to_end_rewards.count_even"},
+    }
+    train = {
+        **shared,
+        "data": {"prompts": str(folder / "prompts.jsonl")},
+        "trainer": {"num_steps": 3, "mini_batch_size": 4},
+    }
+    sft = {
+        **shared,
+        "data": {"examples": str(folder / "examples.jsonl")},
+        "trainer": {"num_steps": 3, "batch_size": 8},
+    }
+    for name, recipe in (("train", train), ("sft", sft)):  # JSON is YAML
+        (folder / f"{name}.yaml").write_text(json.dumps(recipe), encoding="utf-8")
+    return Task(folder / "model", folder / "train.yaml", folder / "sft.yaml")
+
+
+def _write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -1,0 +1,175 @@
+"""Runs the real command in processes of its own, and looks at what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.repository import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from typing_extensions import Self
+
+COMMAND = Path(sys.executable).with_name("verl-engine")
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where weights travel
+MARK = "VERL_ENGINE_TEST_RUN"
+"""Environment variable that every process of a job inherits: how we know them."""
+# As in the noxfile: one thread a process, nothing asks the network, nothing is written into the home folder.
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "PYTHONPATH": str(ROOT),  # for the reward functions in tests/
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A tiny model, and a recipe for each command."""
+
+    model: Path
+    train: Path
+    sft: Path
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What came out of a command."""
+
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float
+    """From the last signal, or the wait, to the end."""
+    output: Path
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.output / "summary.json").read_text(encoding="utf-8"))
+        return found
+
+    def records(self, kind: str) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl of a kind: ``step`` or ``evaluation``."""
+        return [record for record in read_lines(self.output / "metrics.jsonl") if record["kind"] == kind]
+
+
+@dataclass
+class Job:
+    """A command that runs; leaving the context ends what a failed test would leave behind."""
+
+    command: str
+    recipe: Path
+    output: Path
+    settings: tuple[str, ...] = ()
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def __enter__(self) -> Self:
+        self._shared_memory = shared_memory()
+        self._process = subprocess.Popen(
+            [COMMAND, self.command, self.recipe, *self.settings, "--output", self.output],
+            cwd=self.recipe.parent,
+            env={**os.environ, **ENVIRONMENT, MARK: self.mark},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C of a terminal goes to a whole process group
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process_id in self.processes():
+            os.kill(process_id, signal.SIGKILL)
+        self._process.communicate()
+
+    def processes(self, title: str = "") -> list[int]:
+        """Ids of this job's processes whose command line begins with `title`."""
+        numbers = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+        return [number for number in numbers if self._owns(number) and _title(number).startswith(title)]
+
+    def _owns(self, number: int) -> bool:
+        try:
+            return f"{MARK}={self.mark}".encode() in Path(f"/proc/{number}/environ").read_bytes()
+        except OSError:  # it has ended, or is another user's
+            return False
+
+    def wait_for_steps(self, count: int, timeout_s: float = 90.0) -> None:
+        """Wait until so many training steps are recorded."""
+        deadline = time.monotonic() + timeout_s
+        while len(read_lines(self.output / "metrics.jsonl")) < count:
+            assert self._process.poll() is None, self._process.communicate()
+            assert time.monotonic() < deadline, "the job does not train"
+            time.sleep(0.05)
+
+    def wait_for_process(self, name: str, timeout_s: float = 30.0) -> None:
+        """Wait until the job has a process with this in its command line."""
+        assert eventually(lambda: any(name in _title(number) for number in self.processes()), timeout_s), name
+
+    def press_ctrl_c(self) -> None:
+        os.killpg(self._process.pid, signal.SIGINT)
+
+    def terminate(self) -> None:
+        """End it as a scheduler does: SIGTERM to the first process only."""
+        self._process.terminate()
+
+    def wait(self, timeout_s: float = 120.0) -> Ended:
+        """Wait for the end, and check that no process and no shared memory is left."""
+        started = time.monotonic()
+        stdout, stderr = self._process.communicate(timeout=timeout_s)
+        seconds = time.monotonic() - started
+        assert eventually(lambda: not self.processes()), f"still there: {[_title(one) for one in self.processes()]}"
+        # Those of jobs that run beside this test go away too.
+        left = shared_memory() - self._shared_memory
+        assert eventually(lambda: not any(path.exists() for path in left)), left
+        return Ended(self._process.returncode, stdout, stderr, seconds, self.output)
+
+
+def run(command: str, recipe: Path, output: Path, *settings: str) -> Ended:
+    """Run a command to its end, which must be a good one without a word on standard error."""
+    with Job(command, recipe, output, settings) as job:
+        ended = job.wait()
+    assert ended.code == 0, ended.stderr
+    # A remark about little shared memory tells of the machine, not of the job.
+    assert [line for line in ended.stderr.splitlines() if not line.startswith("note: ")] == []
+    return ended
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read a file of JSON lines that may not be there yet, or be in the middle of a line."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line[-1] == "\n"]
+
+
+def shared_memory() -> set[Path]:
+    """List the files in shared memory, without the semaphores that other tests' multiprocessing makes."""
+    return {path for path in SHARED_MEMORY.iterdir() if not path.name.startswith("sem.")}
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+    """Wait until something becomes true; processes that were told to end take a moment."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _title(number: int) -> str:
+    try:
+        return Path(f"/proc/{number}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,19 @@
+"""Reward functions of the end-to-end tests; jobs name them as `tests.end_to_end_rewards.count_even`."""
+
+from __future__ import annotations
+
+import itertools
+
+_calls = itertools.count(1)
+
+
+def count_even(data_source: str, solution_str: str, ground_truth: str, extra_info: object) -> float:  # noqa: ARG001
+    """Count even digits: an untrained model gets different rewards for different answers."""
+    return float(sum(character in "02468" for character in solution_str))
+
+
+def fail_later(data_source: str, solution_str: str, ground_truth: str, extra_info: object) -> float:
+    """Work for a while, then fail."""
+    if next(_calls) > 40:  # after the trial before the start, and in more than the first step
+        raise LookupError("the judge has left")
+    return count_even(data_source, solution_str, ground_truth, extra_info)

@@ -1,0 +1,81 @@
+"""`verl-engine check`: what it prints, and its exit code."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.repository import ROOT, run_python
+from verl_engine.command.app import main
+from verl_engine.testing.conformance import all_checks
+
+PAGE = (ROOT / "docs" / "reference" / "conformance.md").read_text(encoding="utf-8")
+WITHOUT_PYTEST = """
+import sys
+sys.modules["pytest"] = None  # as if it were not installed
+from verl_engine.command.app import main
+main(["check", "fsdp2", "--only", "loading", "--only", "weights/export", "--json"])
+"""
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(["check", *arguments])
+    return caught.value.code if isinstance(caught.value.code, int) else 0
+
+
+@pytest.mark.dist
+def test_a_right_backend_as_json_without_pytest() -> None:
+    done = run_python("-c", WITHOUT_PYTEST)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    passed = ["loading/listing", "loading/hooks_module", "loading/spec", "weights/export"]
+    assert [entry["check"] for entry in report["passed"]] == passed
+    assert report["failed"] == report["skipped"] == []
+    assert (report["backend"], report["ranks"]) == ("fsdp2", 2)
+    assert report["version"].startswith("verl-fsdp ")
+    assert 0 < report["seconds"] < 120
+
+
+@pytest.mark.dist
+def test_a_table_with_what_was_skipped_and_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run("fsdp2", "packing=false", "--ranks", "1", "--only", "gradient_sync", "--only", "config/fields") == 0
+    text = capsys.readouterr().out
+    assert "Conformance of fsdp2 (verl-fsdp " in text
+    assert "says what each of its own means" in text
+    assert "shows nothing on a single rank; ask for more, such as --ranks 2" in text
+    assert "2 passed, 0 failed, 2 skipped in " in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fsdp9"], "error: backend 'fsdp9' is not a known backend; did you mean "),
+        (["fsdp2", "no_such_field=1"], "error: engine.no_such_field is not a known key"),
+        (["fsdp2", "--only", "no/such"], "error: --only no/such: no check's name starts so; topics are"),
+        (["fsdp2", "--ranks", "0"], "error: ranks=0 must be at least 1"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_at_once(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*arguments) == 2
+    assert capsys.readouterr().err.startswith(message)
+
+
+def test_names_are_unique() -> None:
+    names = [check.name for check in all_checks()]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("check", all_checks(), ids=lambda check: check.name)
+def test_the_reference_shows_every_check_with_what_it_needs(check: object) -> None:
+    from verl_engine.testing.conformance import Check
+
+    assert isinstance(check, Check)
+    features = ", ".join(f"`{feature}`" for feature in check.features) or "every backend"
+    assert f"| `{check.name}` | {check.proves} | {features} |" in PAGE

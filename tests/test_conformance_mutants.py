@@ -1,0 +1,126 @@
+"""The conformance kit catches broken engines: each mutant fails the check that is there for it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import pytest
+
+from core.tests.fake_distributions import write_distribution
+from tests.conformance_mutants import MUTANTS
+from verl_engine.command.app import main
+from verl_engine.contract.names import BACKENDS_GROUP
+from verl_engine.testing.conformance import ConformanceKit, Outcome, all_checks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.dist
+
+
+class Case(NamedTuple):
+    """What the kit must say of a mutant."""
+
+    fails: str
+    """The check that it fails."""
+    says: str
+    """Part of the reason."""
+    passes: str
+    """A check close by that has nothing to do with what is wrong."""
+
+
+CASES: Final = {
+    "wrong_scale": Case("accumulation/all_ranks", "the gradient is off by 0.5", "accumulation/one_rank"),
+    "sync_on_every_micro_batch": Case("gradient_sync/last_only", "before the last", "accumulation/all_ranks"),
+    "every_micro_batch_ignored": Case("gradient_sync/every_micro_batch", "does nothing", "gradient_sync/last_only"),
+    "hook_not_entered": Case("gradient_sync/hook_calls", "entered engine_gradient_sync so: []", "accumulation/report"),
+    "unclosed_no_sync": Case("recovery/middle_micro_batch", "after an exception", "accumulation/all_ranks"),
+    "held_gradients_kept": Case("recovery/middle_micro_batch", "after an exception", "recovery/first_micro_batch"),
+    "bf16_accumulation": Case("accumulation/bf16", "not float32", "accumulation/report"),
+    "mixed_sequences": Case("log_probs/together", "nats", "log_probs/temperature"),
+    "clip_after_step": Case("optimizer/clipping", "the gradient applied is off", "optimizer/schedules"),
+    "clip_by_local_norm": Case("optimizer/clipping", "the gradient applied is off", "optimizer/schedules"),
+    "decayed_norms": Case("optimizer/adamw", "norms were", "optimizer/clipping"),
+    "skip_on_one_rank": Case("optimizer/not_finite", "(on rank 0)", "optimizer/clipping"),
+    "schedule_advances_on_a_skip": Case("optimizer/not_finite", "after a skipped step", "optimizer/adamw"),
+    "aliasing_snapshot": Case("snapshots/independent", "aliases the live weights", "weights/export"),
+    "aliasing_restore": Case("snapshots/exact", "restored after training", "snapshots/independent"),
+    "lost_buffer": Case("snapshots/buffers", "buffers that changed in training were lost", "snapshots/exact"),
+    "wrong_name": Case("weights/export", "do not have the same names: lm_head.weight", "determinism/ranks_agree"),
+    "tied_twice": Case("weights/tied", "do not have the same names: lm_head.weight", "weights/export"),
+    "saves_what_it_loaded": Case("weights/saved_folder", "weights differ", "weights/export"),
+    "undeclared_gap": Case("weights/import", "must declare the gap", "weights/export"),
+    "left_in_train_mode": Case("modes/inference", "left in train mode", "modes/training"),
+    "left_in_eval_mode": Case("modes/training", "left in eval mode", "modes/inference"),
+    "random_seed": Case("determinism/same_seed", "the second run of one seed", "determinism/ranks_agree"),
+    "checkpoint_without_optimizer": Case("checkpoints/resume", "two steps after", "checkpoints/nothing_there"),
+    "offload_loses_optimizer": Case("offload/there_and_back", "optimizer state was lost", "snapshots/swapped"),
+    "lax_config": Case("config/wrong_fields", "without a word", "config/fields"),
+    "heavy_hooks": Case("loading/hooks_module", "imported torch", "loading/listing"),
+    "silent_rank": Case(
+        "deadlock/idle_ranks", "no answer from ranks 0, 1 of 2 within 8 s", "deadlock/uneven_micro_batches"
+    ),
+}
+CHECKS: Final = {check.name: check for check in all_checks()}
+HEAVY: Final = "import torch\nfrom tests.conformance_mutants import heavy_hooks as mutant\n"
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Every mutant as an installed distribution would offer it."""
+    folder: Path = tmp_path_factory.mktemp("site")
+    points = {f"mutant_{name}": f"tests.conformance_mutants:{name}" for name in MUTANTS}
+    points["mutant_heavy_hooks"] = "heavy_hooks_module:mutant"
+    write_distribution(folder, "mutants", {BACKENDS_GROUP: points}, modules={"heavy_hooks_module": HEAVY})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [str(folder), *sys.path])
+        yield
+
+
+def run(name: str, checks: list[str], timeout_s: float = 60.0) -> list[Outcome]:
+    with ConformanceKit(f"mutant_{name}", timeout_s=timeout_s) as kit:
+        return [kit.run(CHECKS[check]) for check in checks]
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("name", CASES)
+def test_a_broken_engine_is_caught(name: str) -> None:
+    case = CASES[name]
+    # A rank that waits for ever is told by the time limit: not a minute of it here.
+    passed, failed = run(name, [case.passes, case.fails], 8.0 if name == "silent_rank" else 60.0)
+    assert (passed.status, passed.reason) == ("passed", "")
+    assert failed.status == "failed"
+    assert case.says in failed.reason
+    assert failed.details
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_declared_gap_is_skipped_with_its_reason() -> None:
+    (outcome,) = run("declared_gap", ["weights/import"])
+    assert (outcome.status, outcome.reason) == ("skipped", "declared gap 'weight_import': as the test says")
+
+
+@pytest.mark.usefixtures("installed")
+def test_gradients_are_read_without_weight_import() -> None:
+    (outcome,) = run("declared_gap", ["recovery/middle_micro_batch"])
+    assert outcome.status == "passed"
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_command_fails_where_a_check_does(capsys: pytest.CaptureFixture[str]) -> None:
+    only = ["--only", "weights/export", "--only", "weights/import", "--only", "loading/spec"]
+    with pytest.raises(SystemExit) as caught:
+        main(["check", "mutant_wrong_name", *only, "--json"])
+    assert caught.value.code == 1
+    report = json.loads(capsys.readouterr().out)
+    assert [entry["check"] for entry in report["passed"]] == ["loading/spec"]
+    failures = {entry["check"]: entry for entry in report["failed"]}
+    assert "do not have the same names" in failures["weights/export"]["error"]
+    assert "Traceback" in failures["weights/export"]["details"]
+
+
+def test_every_mutant_is_a_case() -> None:
+    assert CASES.keys() == MUTANTS.keys() - {"declared_gap"}

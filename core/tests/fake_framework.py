@@ -89,7 +89,7 @@ def engine_optimizer_step(engine):
 PATCHES = '''
 import sys
 from verl_engine import patch
-from verl_engine.host.patching import mend_aliases
+from verl_engine.host.preparation.patching import mend_aliases
 
 def wrap(original):
     def patched(*_):

@@ -10,7 +10,7 @@ import pytest
 
 from core.tests.fake_framework import is_whole, run_code, run_script, write_framework
 from tests.repository import run_python
-from verl_engine.host.importers import describe_importers
+from verl_engine.host.preparation.importers import describe_importers
 
 if TYPE_CHECKING:
     from pathlib import Path

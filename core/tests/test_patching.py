@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from verl_engine.contract.errors import PatchError
-from verl_engine.host import patch_record
-from verl_engine.host.aliases import find_aliases
-from verl_engine.host.first_import import stop_waiting
-from verl_engine.host.owner import owned_by
-from verl_engine.host.patching import mend_aliases, note_replaced, patch
-from verl_engine.host.targets import ABSENT, Target, short_repr
+from verl_engine.host.preparation import patch_record
+from verl_engine.host.preparation.aliases import find_aliases
+from verl_engine.host.preparation.first_import import stop_waiting
+from verl_engine.host.preparation.owner import owned_by
+from verl_engine.host.preparation.patching import mend_aliases, note_replaced, patch
+from verl_engine.host.preparation.targets import ABSENT, Target, short_repr
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -136,7 +136,7 @@ def test_values_without_identity_have_no_aliases() -> None:
         (ABSENT, "nothing"),
         (None, "None"),
         (pytest.fixture, "<function _pytest.fixtures.fixture>"),
-        (Target, "<class verl_engine.host.targets.Target>"),
+        (Target, "<class verl_engine.host.preparation.targets.Target>"),
         (sys, "<builtins.module object>"),
     ],
 )

@@ -44,7 +44,7 @@ refusal = attempt(
     lambda: reference.create(config(seed=5), None, "reference"),
     lambda: actor.prepare_process(config()),
 )
-from verl_engine.host.patch_record import records
+from verl_engine.host.preparation.patch_record import records
 show(refusal=refusal, records=len(records()))
 """
     answer = run_code(folder, code)
@@ -78,7 +78,7 @@ backend = host()
 refusal = attempt(lambda: backend.prepare_process(config(style={style!r})))
 second = attempt(lambda: backend.prepare_process(config(style="wait")))
 third = attempt(lambda: backend.create(config(), None, "actor"))
-from verl_engine.host.patch_record import records
+from verl_engine.host.preparation.patch_record import records
 finders = [type(finder).__name__ for finder in sys.meta_path]
 import fakeframe
 show(refusal=refusal, second=second, third=third, records=len(records()), finders=finders)

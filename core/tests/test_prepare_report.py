@@ -8,7 +8,7 @@ import pytest
 from core.tests.fake_distributions import HOOKS, write_distribution
 from core.tests.fake_framework import write_framework
 from verl_engine.contract.names import BACKENDS_GROUP
-from verl_engine.host.prepare_report import describe_patches
+from verl_engine.host.preparation.prepare_report import describe_patches
 
 if TYPE_CHECKING:
     from pathlib import Path

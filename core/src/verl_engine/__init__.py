@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from verl_engine.engine.worker import EngineWorker
     from verl_engine.host.backend_host import BackendHost
     from verl_engine.host.engine_section import validate_engine_section
-    from verl_engine.host.first_import import patch_on_import
     from verl_engine.host.loading import load_plugin
-    from verl_engine.host.patching import patch
+    from verl_engine.host.preparation.first_import import patch_on_import
+    from verl_engine.host.preparation.patching import patch
 
 __version__ = "0.1.0"
 
@@ -86,9 +86,9 @@ _HOMES = {
     "engine.worker": ["EngineWorker"],
     "host.backend_host": ["BackendHost"],
     "host.engine_section": ["validate_engine_section"],
-    "host.first_import": ["patch_on_import"],
+    "host.preparation.first_import": ["patch_on_import"],
     "host.loading": ["load_plugin"],
-    "host.patching": ["patch"],
+    "host.preparation.patching": ["patch"],
 }
 """Where each public name lives."""
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from verl_engine.contract.errors import HookError, UnsupportedError
 from verl_engine.contract.names import BACKENDS_GROUP
 from verl_engine.host.direct_call import positional_call
-from verl_engine.host.import_guard import prepare, require_preparation
-from verl_engine.host.import_witness import watch_for_imports
 from verl_engine.host.loading import describe, find_plugin, load_entry
 from verl_engine.host.observers import Observer, collect_metrics, load_observer
-from verl_engine.host.process_history import attributing_imports
+from verl_engine.host.preparation.import_guard import prepare, require_preparation
+from verl_engine.host.preparation.import_witness import watch_for_imports
+from verl_engine.host.preparation.process_history import attributing_imports
 from verl_engine.host.registration import new_manager, register_backend, register_observer
 from verl_engine.host.rollback import forgetting_on_failure
 from verl_engine.host.spec_check import checked_spec

@@ -7,7 +7,7 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from verl_engine.host.import_sites import is_within
+from verl_engine.host.preparation.import_sites import is_within
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,7 +6,7 @@ from verl_engine.contract.backend import BackendSpec, PatchPromise
 from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.errors import HookError, PatchError
 from verl_engine.host.loading import check_api_version
-from verl_engine.host.targets import Target
+from verl_engine.host.preparation.targets import Target
 
 
 def checked_spec(module: object, name: str | None, label: str, distribution: str = "") -> BackendSpec:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from verl_engine.command.doctor.examination import Examination
     from verl_engine.command.doctor.findings import Finding
     from verl_engine.command.doctor.plugins import PluginStatus
-    from verl_engine.host.prepare_report import PatchReport
+    from verl_engine.host.preparation.prepare_report import PatchReport
 
 _STYLES = {"error": "bold red", "warning": "yellow"}
 

@@ -12,7 +12,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verl_engine.contract.errors import PatchError
-from verl_engine.host.module_source import stored_names
+from verl_engine.host.preparation.module_source import stored_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -8,20 +8,20 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from verl_engine.contract.errors import PatchError
-from verl_engine.host import patch_record
-from verl_engine.host.aliases import find_aliases, inner_function
-from verl_engine.host.first_import import Phase, run_after_import, stop_waiting, waits_for
-from verl_engine.host.import_sites import is_within
-from verl_engine.host.owner import is_preparing, owned_by
-from verl_engine.host.patching import undo
-from verl_engine.host.targets import ABSENT, Target
+from verl_engine.host.preparation import patch_record
+from verl_engine.host.preparation.aliases import find_aliases, inner_function
+from verl_engine.host.preparation.first_import import Phase, run_after_import, stop_waiting, waits_for
+from verl_engine.host.preparation.import_sites import is_within
+from verl_engine.host.preparation.owner import is_preparing, owned_by
+from verl_engine.host.preparation.patching import undo
+from verl_engine.host.preparation.targets import ABSENT, Target
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import ModuleType
 
     from verl_engine.contract.backend import PatchPromise
-    from verl_engine.host.patch_record import How
+    from verl_engine.host.preparation.patch_record import How
 
 
 class PatchPromises:

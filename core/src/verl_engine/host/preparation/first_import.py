@@ -12,7 +12,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verl_engine.contract.errors import PatchError
-from verl_engine.host.owner import current_owner, owned_by
+from verl_engine.host.preparation.owner import current_owner, owned_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from verl_engine.host.targets import ABSENT, Target, short_repr
+from verl_engine.host.preparation.targets import ABSENT, Target, short_repr
 
 How = Literal["preparation", "first import"]
 

@@ -6,25 +6,25 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from verl_engine.contract.errors import PatchError
-from verl_engine.host import patch_record
-from verl_engine.host.aliases import find_aliases
-from verl_engine.host.first_import import patch_on_import
-from verl_engine.host.owner import current_owner, is_preparing
-from verl_engine.host.targets import ABSENT, Target
+from verl_engine.host.preparation import patch_record
+from verl_engine.host.preparation.aliases import find_aliases
+from verl_engine.host.preparation.first_import import patch_on_import
+from verl_engine.host.preparation.owner import current_owner, is_preparing
+from verl_engine.host.preparation.targets import ABSENT, Target
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
 
-    from verl_engine.host.patch_record import How
+    from verl_engine.host.preparation.patch_record import How
 
 
 def patch(target: str, make: Callable[[Any], object]) -> None:
     """Replace what a name holds, right after its module's first import, or now if that is past.
 
-    Call it in ``engine_prepare_process``. Each replacement is recorded; see `verl_engine.host.patch_record`. Where
-    the module is imported already, others may have taken the original from it: a name in ``BackendSpec.patches`` is
-    checked for that.
+    Call it in ``engine_prepare_process``. Each replacement is recorded; see
+    `verl_engine.host.preparation.patch_record`. Where the module is imported already, others may have taken the
+    original from it: a name in ``BackendSpec.patches`` is checked for that.
 
         patch("megatron.core.optimizer:Adam", lambda original: CpuAdam)
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Final
 
-from verl_engine.host.import_sites import MAIN, ImportSite, import_sites, is_within, sites_at_start_up
-from verl_engine.host.import_witness import seen_importer
-from verl_engine.host.module_source import stored_names
+from verl_engine.host.preparation.import_sites import MAIN, ImportSite, import_sites, is_within, sites_at_start_up
+from verl_engine.host.preparation.import_witness import seen_importer
+from verl_engine.host.preparation.module_source import stored_names
 
 if TYPE_CHECKING:
     from types import ModuleType

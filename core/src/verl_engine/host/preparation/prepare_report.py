@@ -1,4 +1,7 @@
-"""What a backend patches, found by preparing a fresh process for it: ``python -m verl_engine.host.prepare_report``."""
+"""What a backend patches, found by preparing a fresh process for it.
+
+``python -m verl_engine.host.preparation.prepare_report NAME JSON`` is that process.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from verl_engine.contract.errors import EngineError
 from verl_engine.contract.validation import validate
-from verl_engine.host import patch_record
 from verl_engine.host.backend_host import BackendHost
-from verl_engine.host.first_import import waiting_modules
-from verl_engine.host.patch_record import PatchRecord
+from verl_engine.host.preparation import patch_record
+from verl_engine.host.preparation.first_import import waiting_modules
+from verl_engine.host.preparation.patch_record import PatchRecord
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

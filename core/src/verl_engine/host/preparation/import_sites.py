@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from verl_engine.host.import_statements import ImportStatement, import_statements
-from verl_engine.host.module_source import module_source, start_up_lines, stored_names
+from verl_engine.host.preparation.import_statements import ImportStatement, import_statements
+from verl_engine.host.preparation.module_source import module_source, start_up_lines, stored_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,7 +7,7 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from verl_engine.host.importers import describe_importers
+from verl_engine.host.preparation.importers import describe_importers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

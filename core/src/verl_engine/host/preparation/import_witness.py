@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Final
 
-from verl_engine.host.import_sites import ImportSite, is_within
+from verl_engine.host.preparation.import_sites import ImportSite, is_within
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

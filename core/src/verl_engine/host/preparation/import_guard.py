@@ -6,10 +6,10 @@ import os
 from typing import TYPE_CHECKING, Literal
 
 from verl_engine.contract.errors import ImportOrderError, PatchError, PreparationConflictError
-from verl_engine.host.importers import first_loaded
-from verl_engine.host.owner import preparing
-from verl_engine.host.patch_promises import PatchPromises
-from verl_engine.host.process_history import attributing_imports, explain_import
+from verl_engine.host.preparation.importers import first_loaded
+from verl_engine.host.preparation.owner import preparing
+from verl_engine.host.preparation.patch_promises import PatchPromises
+from verl_engine.host.preparation.process_history import attributing_imports, explain_import
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -34,8 +34,19 @@ class TimeLimit:
             raise
         if not task.done():
             await end(task)
-            raise StuckError(f"{who} within {self._timeout_s:g} s")
+            raise StuckError(f"{who} within {self._timeout_s:g} s{_last_words(task)}")
         return task.result()
+
+
+def _last_words(task: asyncio.Future[Any]) -> str:
+    """Return what a cancelled wait says of those it still waited for, in brackets; see `verl_async.ray.answers`."""
+    try:
+        task.result()
+    except asyncio.CancelledError as error:
+        return f" ({error})" if str(error) else ""
+    except Exception as error:  # noqa: BLE001 - whatever ended it in the last moment is part of the answer
+        return f" ({error})"
+    return ""
 
 
 async def within(timeout_s: float, who: str, what: Awaitable[T]) -> T:

@@ -56,6 +56,7 @@ async def answers(references: Sequence[ObjectRef[Any]], names: Sequence[str]) ->
 
     Raises:
         EngineError: the failure that says most about the cause, of those that came up soon after the first.
+        CancelledError: it was cancelled; names those that had not answered, for the error of who set the limit.
     """
     waiting = [asyncio.ensure_future(answer(*pair)) for pair in zip(references, names, strict=True)]
     try:
@@ -64,6 +65,9 @@ async def answers(references: Sequence[ObjectRef[Any]], names: Sequence[str]) ->
         if failures and not isinstance(failures[0], ActorDiedError):
             await asyncio.wait(waiting, timeout=_GRACE_S)
             failures = _failures(waiting)
+    except asyncio.CancelledError:
+        silent = [name for name, one in zip(names, waiting, strict=True) if not one.done()]
+        raise asyncio.CancelledError(f"no answer from {', '.join(silent)}") from None
     finally:
         for one in waiting:
             one.cancel()

@@ -84,7 +84,7 @@ def accumulate(model: Any, sequences: list[Sequence]) -> tuple[float, float]:
         log_probs = sequence_log_probs(model, sequence)[mask]
         loss = -(log_probs * torch.from_numpy(sequence.fields["weight"])[mask]).sum() / num_tokens
         loss.backward()
-        total_loss += float(loss)
+        total_loss += float(loss.detach())
         total_log_prob += float(log_probs.sum()) / num_tokens
     return total_loss, total_log_prob
 

@@ -18,9 +18,10 @@ from verl_engine.testing.conformance.reference import (
     relative_error,
     weighted_loss,
 )
-from verl_engine.testing.ranks import run_ranks
+from verl_engine.testing.rank_pool import RankPool
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     import torch
@@ -46,7 +47,7 @@ def gradients_on_rank(
     rank: int, folder: Path, drawn: list[Split], settings_: dict[str, Any]
 ) -> list[dict[str, torch.Tensor]]:
     """Return the whole gradient for each split, from one engine that lives through all of them."""
-    section = {"backend": "fsdp2", "learning_rate": 1e-3, "device": "cpu", **settings_}
+    section = {"backend": "fsdp2", "learning_rate": 1e-3, "device": "cpu", "max_grad_norm": 1e9, **settings_}
     driver = Driver(section, folder, rank, len(drawn[0]))
     engine = cast("Fsdp2Engine", driver.engine)
     sequences = make_sequences(NUM_SEQUENCES)
@@ -56,34 +57,33 @@ def gradients_on_rank(
         found.append({name: cast("Any", parameter.grad).full_tensor() for name, parameter in engine.parameters.items()})
 
     engine.optimizer.step = look_instead_of_stepping  # type: ignore[method-assign, assignment]
-    engine.config = engine.config.model_copy(update={"max_grad_norm": 1e9})  # nothing is clipped
     for split in drawn:
         driver.step(driver.take(sequences, split), weighted_loss)
     return found
 
 
+@pytest.fixture(scope="module", params=[1, 2])
+def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[int, RankPool]]:
+    """A number of ranks, and their processes."""
+    pool = RankPool(request.param)
+    yield request.param, pool
+    pool.close()
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("gradient_sync", ["last_micro_batch", "every_micro_batch"])
-@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_gradient_is_that_of_the_global_batch(
-    model_folder: Path, num_ranks: int, gradient_sync: str, packing: bool
+    model_folder: Path, ranks: tuple[int, RankPool], gradient_sync: str, packing: bool
 ) -> None:
+    num_ranks, pool = ranks
     expected = reference_gradient(model_folder, make_sequences(NUM_SEQUENCES))
 
-    # An example is several splits, since starting ranks takes longer than all of them. The first one is always the
-    # simplest, everything in one micro-batch.
-    @settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-    @given(st.lists(splits(num_ranks), min_size=8, max_size=8))
+    @settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(st.lists(splits(num_ranks), min_size=4, max_size=4))
     def check(drawn: list[Split]) -> None:
-        by_rank = run_ranks(
-            gradients_on_rank,
-            model_folder,
-            drawn,
-            {"packing": packing, "gradient_sync": gradient_sync},
-            world_size=num_ranks,
-        )
-        for gradients in by_rank:
+        section = {"packing": packing, "gradient_sync": gradient_sync}
+        for gradients in pool.run(gradients_on_rank, model_folder, drawn, section):
             assert len(gradients) == len(drawn)
             assert max(relative_error(gradient, expected) for gradient in gradients) <= TOLERANCE
 

@@ -85,7 +85,7 @@ def accumulate(model: Any, sequences: list[Sequence]) -> tuple[float, float]:
         loss = -(log_probs * torch.from_numpy(sequence.fields["weight"])[mask]).sum() / num_tokens
         loss.backward()
         total_loss += float(loss.detach())
-        total_log_prob += float(log_probs.sum()) / num_tokens
+        total_log_prob += float(log_probs.detach().sum()) / num_tokens
     return total_loss, total_log_prob
 
 

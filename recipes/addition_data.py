@@ -83,7 +83,9 @@ def save_model(folder: Path, seed: int) -> None:
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # the model is written in no time
     vocabulary = {token: number for number, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
     pad, bos, eos, unknown = SPECIAL_TOKENS
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,3 +48,22 @@ def test_plan_worked_by_hand() -> None:
     # 12 tokens a rank with a budget of 6: two micro-batches each, all full.
     plan = plan_micro_batches([6, 6, 4, 2, 3, 3], num_ranks=2, max_tokens=6)
     assert [[sum([6, 6, 4, 2, 3, 3][i] for i in group) for group in rank] for rank in plan] == [[6, 6], [6, 6]]
+
+
+def test_a_budget_below_every_length_needs_no_more_micro_batches_than_sequences() -> None:
+    assert sorted(plan_micro_batches([9, 8, 7], num_ranks=1, max_tokens=2)[0]) == [[0], [1], [2]]
+    # The long one fills one micro-batch, not ten; the short ones share the other.
+    assert sorted(plan_micro_batches([1000, 10, 10], num_ranks=1, max_tokens=100)[0]) == [[0], [1, 2]]
+
+
+def test_filling_where_balancing_finds_no_division() -> None:
+    # 15 tokens fill three micro-batches of 6 at the least, but 4 and 3 fit with none but a 2: four are needed.
+    plan = plan_micro_batches([4, 4, 4, 3], num_ranks=1, max_tokens=6)
+    assert sorted(plan[0]) == [[0], [1], [2], [3]]
+    assert [len(rank) for rank in plan_micro_batches([4, 4, 4, 3, 6], num_ranks=2, max_tokens=6)] == [3, 3]
+
+
+def test_long_sequences_are_planned_in_no_time() -> None:
+    started = time.monotonic()
+    assert len(plan_micro_batches([4100] * 512, num_ranks=1, max_tokens=8192)[0]) == 512
+    assert time.monotonic() - started < 5  # trying one count after the other took twenty

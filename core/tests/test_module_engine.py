@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -181,3 +182,19 @@ def test_moving_keeps_weights_and_optimizer_state() -> None:
         set_gradients(each, 1.0)
         each.optimizer_step()
     assert all(torch.equal(tensor, weights(untouched)[name]) for name, tensor in weights(engine).items())
+
+
+def test_a_model_that_cannot_be_saved_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill_the_disk(_: Model, folder: Path, state_dict: dict[str, torch.Tensor]) -> None:
+        folder.mkdir()
+        (folder / "weights.json").write_text(str(len(state_dict)), encoding="utf-8")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    engine = make()
+    engine.save_pretrained(tmp_path / "model")
+    before = (tmp_path / "model" / "weights.json").read_text(encoding="utf-8")
+    monkeypatch.setattr(Model, "save_pretrained", fill_the_disk)
+    with pytest.raises(OSError, match="No space left"):
+        engine.save_pretrained(tmp_path / "model")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+    assert (tmp_path / "model" / "weights.json").read_text(encoding="utf-8") == before

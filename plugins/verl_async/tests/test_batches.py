@@ -76,3 +76,8 @@ def test_results_that_do_not_fit_the_plan_are_refused() -> None:
     plan = RankPlan([[[0], [1]]])
     with pytest.raises(ValueError, match="zip"):
         plan.restore([[[np.zeros(1, np.float32)]]])
+
+
+def test_rewards_whose_squares_no_float32_holds_have_advantages_too() -> None:
+    sequences = build_sequences([make_group(rewards=(0.0, 1e30))], AlgorithmConfig())
+    assert [one.fields["advantages"][-1] for one in sequences] == pytest.approx([-np.sqrt(0.5), np.sqrt(0.5)])

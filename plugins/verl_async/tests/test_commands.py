@@ -201,6 +201,17 @@ def test_a_finished_job_leaves_everything(recipe: Path, tmp_path: Path, capsys: 
     assert str(output / "model") in printed
 
 
+def test_steps_that_changed_nothing_are_pointed_out(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(_: OutputFolder, listener: JobListener, timeline: Timeline) -> None:
+        _steps(listener, timeline, 2)
+        listener.on_step(3, 3, {"step_applied": 0.0, "reward": 1.0})  # every group was left out
+
+    _run(recipe, tmp_path / "output", run)
+    assert "note: 1 of the steps changed no weight" in capsys.readouterr().err
+
+
 def test_a_job_that_reached_its_goal_is_stopped_early(recipe: Path, tmp_path: Path) -> None:
     _run(recipe, tmp_path / "output", lambda _, listener, timeline: _steps(listener, timeline, 1))
     assert _summary(tmp_path / "output")["status"] == "stopped early"

@@ -78,6 +78,8 @@ def test_paths_are_absolute(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ("engine=null", "engine.backend is missing"),
         ("engine=toy", "engine='toy' must be a section"),
         ("engine.learning_rate=-1", "engine.learning_rate=-1: must be greater than 0"),
+        ("reward.timeout_s=1e300", "reward.timeout_s=1e+300: must be less than or equal to 100000000"),
+        ("async_training.staleness_threshold=1e308", "must be less than or equal to 1000000"),
         ("trainer.num_ranks=8", "engine.most_ranks=4 is below the number of ranks, 8"),
         ("trainer.num_ranks=3", "sequences do not divide over trainer.num_ranks=3"),
     ],

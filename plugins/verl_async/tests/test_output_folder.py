@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,7 +17,6 @@ from verl_engine.contract.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from pathlib import Path
 
 
 def test_a_new_folder_is_made_with_its_parents(tmp_path: Path) -> None:
@@ -27,6 +27,11 @@ def test_a_new_folder_is_made_with_its_parents(tmp_path: Path) -> None:
 
 def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
     assert OutputFolder.create(tmp_path).path == tmp_path
+
+
+def test_the_path_holds_in_processes_of_other_folders_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert OutputFolder.create(Path("first")).path == tmp_path / "first"
 
 
 def test_a_filled_folder_is_refused_and_left_alone(tmp_path: Path) -> None:
@@ -142,3 +147,12 @@ def test_a_summary_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         folder.write_summary({"seconds": float("nan")})
     assert not folder.summary.exists()
+
+
+def test_a_model_that_a_killed_job_was_saving_is_deleted_as_well(tmp_path: Path) -> None:
+    folder = OutputFolder.create(tmp_path)
+    partial = folder.path / f".{folder.model.name}.tmp"  # the name under which engines write it
+    partial.mkdir()
+    (partial / "model.safetensors").touch()
+    OutputFolder.create(tmp_path, overwrite=True)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]

@@ -194,3 +194,11 @@ def test_validating_data_imports_no_torch(tmp_path: Path) -> None:
         "assert not {'torch', 'transformers', 'ray', 'pandas'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code, str(path)], check=True)
+
+
+def test_half_of_a_surrogate_pair_names_the_line(tmp_path: Path) -> None:
+    whole = GOOD | {"prompt": "\U0001f600"}  # written as both halves
+    path = write_jsonl(tmp_path / "p.jsonl", whole, GOOD | {"prompt": "1 \ud83d"})
+    with pytest.raises(DataError, match=r"p\.jsonl, line 2: '\\ud83d' is half of a surrogate pair"):
+        read_prompts(path, "data.prompts")
+    assert read_prompts(path, "data.prompts", limit=1)[0].prompt == "\U0001f600"

@@ -1,40 +1,58 @@
-"""Answers of several actors: who is blamed."""
-
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
+from ray.exceptions import RayActorError, RayTaskError
 
-from verl_async.asynchrony.waiting import within
-from verl_async.ray.answers import answers
-from verl_engine.contract.errors import StuckError
+from verl_async.ray.answers import ActorDiedError, ActorError, answers
+from verl_engine.contract.errors import EngineError, ModelError
 
-NAMES = ["trainer rank 0", "trainer rank 1", "trainer rank 2"]
-
-
-def references(*done: bool) -> list[Any]:
-    """Make futures in the place of Ray's references: answered, or silent for ever."""
-    loop = asyncio.get_running_loop()
-    made: list[asyncio.Future[int]] = [loop.create_future() for _ in done]
-    for number, (future, answered) in enumerate(zip(made, done, strict=True)):
-        if answered:
-            future.set_result(number)
-    return list(made)
+NAMES = ("trainer rank 0", "trainer rank 1")
+DEATH = (
+    "The actor died unexpectedly before finishing this task.\n\tclass_name: TrainerActor\n\tpid: 77\n"
+    "Worker exit detail: Worker unexpectedly exits. Some common causes include: (1) …"
+)
 
 
-def test_answers_come_in_order() -> None:
-    async def main() -> list[int]:
-        return await answers(references(True, True, True), NAMES)
-
-    assert asyncio.run(main()) == [0, 1, 2]
+async def fails(error: BaseException, delay_s: float = 0.0) -> NoReturn:
+    await asyncio.sleep(delay_s)
+    raise error
 
 
-def test_a_time_limit_names_the_ranks_that_are_silent() -> None:
-    async def main() -> None:
-        await within(0.05, "the trainer did not finish a step", answers(references(True, False, False), NAMES))
+def raised(cause: Exception) -> RayTaskError:
+    return RayTaskError("train_batch", "Traceback …", cause)
 
-    message = r"^the trainer did not finish a step within 0\.05 s \(no answer from trainer rank 1, trainer rank 2\)$"
-    with pytest.raises(StuckError, match=message):
-        asyncio.run(main())
+
+def failure_of(*references: Any) -> EngineError:
+    with pytest.raises(EngineError) as caught:
+        asyncio.run(answers(references, NAMES))
+    return caught.value
+
+
+def test_results_are_in_order() -> None:
+    async def wait_for_both() -> list[int]:
+        return await answers([asyncio.sleep(0.02, 1), asyncio.sleep(0, 2)], NAMES)  # type: ignore[list-item]
+
+    assert asyncio.run(wait_for_both()) == [1, 2]
+
+
+def test_a_death_explains_the_lost_connection_of_others() -> None:
+    lost = fails(raised(RuntimeError("connection closed by peer")))
+    error = failure_of(lost, fails(RayActorError(error_msg=DEATH), 0.1))
+    assert isinstance(error, ActorDiedError)
+    assert str(error).startswith("trainer rank 1 died (process 77): Worker unexpectedly exits. If the machine")
+
+
+def test_an_error_of_ours_says_more_than_the_lost_connection_it_causes() -> None:
+    lost = fails(raised(RuntimeError("connection closed by peer")))
+    error = failure_of(lost, fails(raised(ModelError("model.path=/m is no folder")), 0.1))
+    assert isinstance(error, ModelError)
+    assert str(error) == "model.path=/m is no folder"
+
+
+def test_any_other_error_names_the_actor() -> None:
+    error = failure_of(fails(raised(ZeroDivisionError("division by zero"))), asyncio.sleep(0))
+    assert isinstance(error, ActorError)
+    assert str(error) == "trainer rank 0 failed: ZeroDivisionError: division by zero"

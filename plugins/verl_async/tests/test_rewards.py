@@ -84,14 +84,25 @@ def test_results_that_are_scores(result: object, score: float) -> None:
 
 @pytest.mark.parametrize(
     "result",
-    [None, "1", float("nan"), float("inf"), {"score": None}, {"acc": 1.0}, {"score": float("nan")}, [1], 10**400],
+    [
+        None,
+        "1",
+        float("nan"),
+        float("inf"),
+        1e300,
+        {"score": None},
+        {"acc": 1.0},
+        {"score": float("nan")},
+        [1],
+        10**400,
+    ],
 )
 def test_results_that_are_none(result: object) -> None:
     with pytest.raises(RewardError) as caught:
         reward_of(lambda **_: result).score(PROMPT, "3", "step-4/sample-2")
     message = str(caught.value)
     assert message.startswith("reward.function=my.function: sample step-4/sample-2 (prompt row 7) gave ")
-    assert message.endswith("expected a finite number, or a mapping with one under 'score'")
+    assert message.endswith("expected a finite number of float32's range, or a mapping with one under 'score'")
 
 
 @pytest.mark.parametrize("error", [KeyError("level"), SystemExit(3)])

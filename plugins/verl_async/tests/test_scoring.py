@@ -45,3 +45,26 @@ def test_a_failing_function_names_the_sample() -> None:
 
     with pytest.raises(RewardError, match=r"sample 4-0 \(prompt row 0\) raised KeyError"):
         asyncio.run(make_scorer(fail).score(DRAW, [RIGHT, WRONG]))
+
+
+def test_a_cancelled_scoring_holds_nothing_up() -> None:
+    go_on, called = threading.Event(), []
+
+    async def main() -> None:
+        def wait(text: str) -> float:
+            called.append(text)
+            return float(go_on.wait(5.0))
+
+        scoring = asyncio.ensure_future(make_scorer(wait).score(DRAW, [RIGHT, WRONG]))
+        await asyncio.sleep(0.02)
+        scoring.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await scoring
+
+    asyncio.run(main())  # also waits for the threads of its own executor
+    assert called == ["11 12"]
+    go_on.set()
+    for thread in threading.enumerate():
+        if thread.name == "scoring of 4":
+            thread.join(5.0)
+    assert called == ["11 12"]  # the rest of the group is left alone

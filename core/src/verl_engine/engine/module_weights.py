@@ -86,11 +86,14 @@ def save_pretrained(
         if is_writer:
             state[name] = tensor.cpu().clone()
     if is_writer:
-        partial = folder.with_name(f".{folder.name}.partial")
+        partial = folder.with_name(f".{folder.name}.tmp")
         shutil.rmtree(partial, ignore_errors=True)
-        cast("Any", model).save_pretrained(partial, state_dict=state)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+        try:
+            cast("Any", model).save_pretrained(partial, state_dict=state)
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
+        finally:  # where the disk is full, others need the room
+            shutil.rmtree(partial, ignore_errors=True)
     if dist.is_initialized():
         dist.barrier()
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.strict_model import StrictModel
+
+_LONGEST_S: Final = 100_000_000
+"""Of a time limit: three years. Far longer ones overflow where clocks count in integers."""
 
 
 class ModelConfig(StrictModel):
@@ -50,7 +53,7 @@ class RewardConfig(StrictModel):
     function: str = "exact_match"
     """``exact_match``, or the dotted path of a function (data_source, solution_str, ground_truth, extra_info) ->
     float."""
-    timeout_s: float = Field(default=60.0, gt=0)
+    timeout_s: float = Field(default=60.0, gt=0, le=_LONGEST_S)
     """For one call of the function."""
 
 
@@ -79,14 +82,14 @@ class RolloutConfig(StrictModel):
     """Keep the k likeliest tokens; 0 keeps all."""
     max_batch_prompts: int = Field(default=64, ge=1)
     """Prompts that one worker decodes at a time (times ``n`` sequences)."""
-    timeout_s: float = Field(default=600.0, gt=0)
+    timeout_s: float = Field(default=600.0, gt=0, le=_LONGEST_S)
     """For one call of generate; then the job ends and names the worker."""
 
 
 class AsyncTrainingConfig(StrictModel):
     """How far rollouts may run ahead of training, in verl's terms."""
 
-    staleness_threshold: float = Field(default=0.1, ge=0)
+    staleness_threshold: float = Field(default=0.1, ge=0, le=1_000_000)
     """Between two weight syncs (1 + threshold) * trigger_parameter_sync_step * require_batches * mini_batch_size
     prompts may be rolled out, less the stale ones left over. 0 is on-policy: nothing is generated ahead."""
     trigger_parameter_sync_step: int = Field(default=1, ge=1)
@@ -130,7 +133,7 @@ class TrainerConfig(StrictModel):
     """Token budget of one forward and backward on one rank; a single longer sequence gets a micro-batch of its own."""
     master_port: int | None = Field(default=None, ge=1024, le=65535)
     """Port of the trainer's process group; by default a free one."""
-    timeout_s: float = Field(default=600.0, gt=0)
+    timeout_s: float = Field(default=600.0, gt=0, le=_LONGEST_S)
     """For one call to the trainer ranks; then the job ends and names those that did not answer."""
 
 
@@ -147,7 +150,7 @@ class SftTrainerConfig(StrictModel):
     """Token budget of one forward and backward on one rank; a single longer sequence gets a micro-batch of its own."""
     master_port: int | None = Field(default=None, ge=1024, le=65535)
     """Port of the trainer's process group; by default a free one."""
-    timeout_s: float = Field(default=600.0, gt=0)
+    timeout_s: float = Field(default=600.0, gt=0, le=_LONGEST_S)
     """For one call to the trainer ranks; then the job ends and names those that did not answer."""
 
 
@@ -173,7 +176,7 @@ class WeightSyncConfig(StrictModel):
     """Size of a flat bucket; two are in flight. A larger single tensor gets a bucket of its own size."""
     transport: Literal["auto", "shared_memory", "object_store"] = "auto"
     """``shared_memory`` within one machine, ``object_store`` (Ray's) across machines; ``auto`` looks where they are."""
-    timeout_s: float = Field(default=300.0, gt=0)
+    timeout_s: float = Field(default=300.0, gt=0, le=_LONGEST_S)
     """For one whole sync; then the job ends and names who did not answer."""
 
 

@@ -19,7 +19,7 @@ def _interrupt(_signum: int, _frame: FrameType | None) -> None:
 
 @contextmanager
 def sigterm_as_interrupt() -> Iterator[None]:
-    """Treat SIGTERM as Ctrl-C inside; put the former handler back on leaving.
+    """Treat SIGTERM as Ctrl-C inside, and Ctrl-C as such where it was ignored; put the former handlers back on leaving.
 
     Nests: Ray puts a handler of its own in place, so what runs after `ray.init` enters this again. Does nothing outside
     the main thread, where handlers cannot be set.
@@ -28,7 +28,13 @@ def sigterm_as_interrupt() -> Iterator[None]:
         yield
         return
     former = signal.signal(signal.SIGTERM, _interrupt)
+    # A script that starts a job with `&` has it ignore Ctrl-C: then nothing but a kill would end it.
+    is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if is_ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
+        if is_ignored:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, former)

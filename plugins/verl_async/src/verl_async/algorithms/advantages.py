@@ -31,11 +31,11 @@ def grpo_advantages(rewards_NG: Tensor, *, normalize_by_std: bool) -> Tensor:
     """Centre each group's rewards and, for GRPO, divide them by the group's standard deviation.
 
     Args:
-        rewards_NG: [N, G] float32; G >= 2.
+        rewards_NG: [N, G], any float dtype; G >= 2. The squares of their differences must be in its range.
         normalize_by_std: True for GRPO: divide by (std + 1e-6), with the unbiased std (divisor G - 1), as verl does.
             False for Dr. GRPO, which leaves it out since it favours prompts that are nearly solved or nearly hopeless.
     Returns:
-        [N, G] float32; exactly 0 in groups of equal rewards, where rounding would leave noise.
+        [N, G], of the rewards' dtype; exactly 0 in groups of equal rewards, where rounding would leave noise.
     Raises:
         ValueError: not [N, G] with G >= 2.
     Collectives: none. Gradient: none flows.

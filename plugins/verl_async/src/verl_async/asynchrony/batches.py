@@ -56,7 +56,7 @@ def build_sequences(groups: list[ScoredGroup], config: AlgorithmConfig) -> list[
     Returns:
         One sequence a sample, group after group; groups with equal rewards are left out if so configured.
     """
-    rewards_NG = torch.tensor([group.rewards for group in groups], dtype=torch.float32)
+    rewards_NG = torch.tensor([group.rewards for group in groups], dtype=torch.float64)  # squares need room
     advantages_NG = grpo_advantages(rewards_NG, normalize_by_std=config.normalize_by_std).tolist()
     drop = uniform_groups(rewards_NG).tolist() if config.drop_uniform_groups else [False] * len(groups)
     return [

@@ -13,8 +13,10 @@ from verl_async.data.examples import read_examples
 from verl_async.data.prompts import read_prompts
 from verl_async.data.rewards import load_reward
 from verl_async.data.tokenization import encode_example, encode_prompt, stop_token_ids
+from verl_async.errors import DataError
 from verl_async.rollout.interface import SamplingParams
-from verl_engine.contract.errors import ModelError
+from verl_async.rollout.positions import max_num_tokens
+from verl_engine.contract.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,6 +34,8 @@ class ModelTexts:
     folder: Path
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
+    max_tokens: int | None
+    """Of the longest sequence that the model has positions for; None where nothing limits it."""
 
     @classmethod
     def load(cls, folder: Path) -> ModelTexts:
@@ -42,13 +46,17 @@ class ModelTexts:
         """
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # of a file that is not as expected anything may come
             raise ModelError(f"model.path={folder} has no tokenizer that transformers can load: {error}") from error
         try:
             eos = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
         except OSError:  # a folder need not have one
             eos = None
-        return cls(folder, tokenizer, stop_token_ids(tokenizer, eos))
+        try:
+            config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, KeyError):  # what is wrong, the engines say
+            config = transformers.PreTrainedConfig()
+        return cls(folder, tokenizer, stop_token_ids(tokenizer, eos), max_num_tokens(config))
 
     def sampling(self, config: RolloutConfig, temperature: float | None = None) -> SamplingParams:
         """Return how to sample; another temperature than the rollout's means evaluation, without top-p and top-k."""
@@ -75,12 +83,15 @@ def read_training_prompts(job: TrainJob, texts: ModelTexts) -> list[EncodedPromp
 
     Raises:
         DataError: a row is malformed or too long.
+        ConfigError: a prompt with its answer is longer than the model's positions.
     """
     limit = job.data.max_prompt_tokens
-    return [
+    prompts = [
         EncodedPrompt(prompt, encode_prompt(texts.tokenizer, prompt, limit, "data.prompts"))
         for prompt in read_prompts(job.data.prompts, "data.prompts")
     ]
+    _check_positions(prompts, job.rollout.max_response_tokens, texts.max_tokens, "data.prompts")
+    return prompts
 
 
 def read_evaluation_prompts(job: TrainJob | SftJob, texts: ModelTexts, max_tokens: int) -> list[EncodedPrompt]:
@@ -88,13 +99,16 @@ def read_evaluation_prompts(job: TrainJob | SftJob, texts: ModelTexts, max_token
 
     Raises:
         DataError: a row is malformed or too long.
+        ConfigError: a prompt with its answer is longer than the model's positions.
     """
     if job.evaluation is None:
         return []
-    return [
+    prompts = [
         EncodedPrompt(prompt, encode_prompt(texts.tokenizer, prompt, max_tokens, "evaluation.prompts"))
         for prompt in read_prompts(job.evaluation.prompts, "evaluation.prompts", job.evaluation.num_prompts)
     ]
+    _check_positions(prompts, job.rollout.max_response_tokens, texts.max_tokens, "evaluation.prompts")
+    return prompts
 
 
 def read_training_examples(job: SftJob, texts: ModelTexts) -> list[Sequence]:
@@ -103,7 +117,30 @@ def read_training_examples(job: SftJob, texts: ModelTexts) -> list[Sequence]:
     Raises:
         DataError: a row is malformed or too long.
     """
-    return [
+    examples = [
         encode_example(texts.tokenizer, example, job.data.max_tokens, "data.examples")
         for example in read_examples(job.data.examples, "data.examples")
     ]
+    longest = max(range(len(examples)), key=lambda row: len(examples[row]))
+    if texts.max_tokens is not None and len(examples[longest]) > texts.max_tokens:
+        raise DataError(
+            f"data.examples, row {longest}: prompt and response have {len(examples[longest])} tokens; the model has "
+            f"positions for {texts.max_tokens} (max_position_embeddings): take the row out"
+        )
+    return examples
+
+
+def _check_positions(prompts: list[EncodedPrompt], num_new: int, max_tokens: int | None, field: str) -> None:
+    """Find what a rollout would refuse, before one is started.
+
+    Raises:
+        ConfigError: the longest prompt, with its answer, has more tokens than the model has positions for.
+    """
+    longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
+    num_prompt = len(longest.token_ids)
+    if max_tokens is not None and num_prompt + num_new > max_tokens:
+        raise ConfigError(
+            f"rollout.max_response_tokens={num_new} after a prompt of {num_prompt} tokens ({field}, row "
+            f"{longest.prompt.index}) makes {num_prompt + num_new} tokens; the model has positions for {max_tokens} "
+            "(max_position_embeddings): lower it, or take long prompts out"
+        )

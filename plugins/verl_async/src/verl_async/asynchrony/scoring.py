@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """Decodes answers and scores them, in a thread: a user's function may take its time."""
+    """Decodes answers and scores them, in a thread: a user's function may take its time.
+
+    The thread is none of the event loop's: those are waited for when the loop ends, so Ctrl-C would take as long as the
+    function still does for the rest of the group.
+    """
 
     reward: Reward
     tokenizer: PreTrainedTokenizerBase
@@ -30,17 +36,36 @@ class Scorer:
         Raises:
             RewardError: the reward function failed or took too long; names the sample.
         """
-        return await asyncio.to_thread(self._score, draw, generations, num_interruptions)
+        scored: Future[ScoredGroup] = Future()
+        scored.set_running_or_notify_cancel()
+        cancelled = threading.Event()
 
-    def _score(self, draw: Draw, generations: list[Generation], num_interruptions: int) -> ScoredGroup:
+        def run() -> None:
+            try:
+                scored.set_result(self._score(draw, generations, num_interruptions, cancelled))
+            except BaseException as error:  # noqa: BLE001 - raised again where it is awaited
+                scored.set_exception(error)
+
+        threading.Thread(target=run, name=f"scoring of {draw.number}", daemon=True).start()
+        try:
+            return await asyncio.wrap_future(scored)
+        finally:
+            cancelled.set()
+
+    def _score(
+        self, draw: Draw, generations: list[Generation], num_interruptions: int, cancelled: threading.Event
+    ) -> ScoredGroup:
         prompt = draw.encoded.prompt
         answers = [decode_response(self.tokenizer, generation.token_ids) for generation in generations]
+        rewards = []
+        for place, answer in enumerate(answers):
+            if cancelled.is_set():
+                raise asyncio.CancelledError
+            rewards.append(self.reward.score(prompt, answer, draw.sample_id(place)))
         return ScoredGroup(
             draw=draw,
             generations=tuple(generations),
-            rewards=tuple(
-                self.reward.score(prompt, answer, draw.sample_id(place)) for place, answer in enumerate(answers)
-            ),
+            rewards=tuple(rewards),
             exact=tuple(self.reward.is_exact(prompt, answer) for answer in answers),
             num_interruptions=num_interruptions,
         )

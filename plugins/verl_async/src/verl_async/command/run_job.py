@@ -175,6 +175,13 @@ def _say_where(folder: OutputFolder, summary: dict[str, object]) -> None:
     first, last = summary["exact_match_first"], summary["exact_match_last"]
     gain = f", exact match {first:.3f} -> {last:.3f}" if isinstance(first, float) and isinstance(last, float) else ""
     typer.echo(f"{summary['status']} after {summary['num_steps']} steps and {summary['seconds']:.0f} s{gain}")
+    if summary["num_steps_skipped"]:
+        typer.secho(
+            f"note: {summary['num_steps_skipped']} of the steps changed no weight: in every group all rewards were "
+            "equal, or the gradient was not finite",
+            err=True,
+            fg="yellow",
+        )
     for what, path in (("report", folder.report), ("figures", folder.summary), ("model", folder.model)):
         if path.exists():
             typer.echo(f"  {what:8} {path}")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import math
 import numbers
 import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -26,6 +25,9 @@ if TYPE_CHECKING:
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """Names under which a reward function gets its arguments; verl's."""
+
+_LARGEST: Final = float(np.finfo(np.float32).max)
+"""Advantages are float32."""
 
 
 def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:  # noqa: ARG001
@@ -103,7 +105,7 @@ class _Call:
 
 
 def _number(result: object, where: str) -> float:
-    expected = "expected a finite number, or a mapping with one under 'score'"
+    expected = "expected a finite number of float32's range, or a mapping with one under 'score'"
     value = result.get("score") if isinstance(result, dict) else result
     if not isinstance(value, numbers.Real | np.bool_):
         raise RewardError(f"{where} gave {shorten(result)}; {expected}")
@@ -111,7 +113,7 @@ def _number(result: object, where: str) -> float:
         score = float(value)
     except OverflowError as error:
         raise RewardError(f"{where} gave {shorten(result)}; {expected}") from error
-    if not math.isfinite(score):
+    if not abs(score) <= _LARGEST:  # nor where it is nan
         raise RewardError(f"{where} gave {shorten(result)}; {expected}")
     return score
 

@@ -110,7 +110,18 @@ def _parse_line(line: bytes, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: not valid JSON ({error}): {shorten(text.strip())}; {expected}") from error
     if not isinstance(values, dict):
         raise DataError(f"{where}: the line is {shorten(values)}; {expected}")
+    if "\\ud" in text.lower():
+        _check_surrogates(values, where)
     return values
+
+
+def _check_surrogates(values: dict[str, Any], where: str) -> None:
+    """Refuse half of a surrogate pair: JSON can write it, but it is no character, and tokenizers fail on it."""
+    try:
+        json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])
+        raise DataError(f"{where}: {half} is half of a surrogate pair; expected both halves, or none") from error
 
 
 def _parquet_rows(path: Path, place: str, columns: tuple[str, ...]) -> Iterator[_Placed]:

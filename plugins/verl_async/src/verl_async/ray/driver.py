@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import ray
 
@@ -21,7 +21,7 @@ from verl_async.ray.cluster import ray_cluster
 from verl_async.ray.resources import ActorNeeds, divide_resources
 from verl_async.ray.rollout import RayRolloutClient
 from verl_async.ray.trainer import RayTrainer
-from verl_engine.contract.errors import ConfigError
+from verl_engine.contract.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from verl_async.asynchrony.timeline import Timeline
     from verl_async.config import SftJob, TrainJob
     from verl_async.report.output_folder import OutputFolder
+
+
+_LAST_SAVE_S: Final = 60.0
+"""How long a job that failed waits for its model: its trainer may be stuck."""
 
 
 def run_train_job(job: TrainJob, output: OutputFolder, listener: JobListener, timeline: Timeline) -> None:
@@ -138,12 +142,17 @@ async def _run_and_save(
     folder: Path,
     listener: JobListener,
 ) -> None:
-    """Train and save; also after Ctrl-C, so that the steps so far are not lost."""
+    """Train and save; also after Ctrl-C or a failure, so that the steps so far are not lost."""
     try:
         await training.run()
     except asyncio.CancelledError:
         listener.on_status("interrupted: saving the model as it is (Ctrl-C again leaves it unsaved)")
         await _save(actors, texts, folder)
+        raise
+    except EngineError:
+        listener.on_status("failed: saving the model as it is")
+        with suppress(EngineError):  # the trainer may be what failed; then why it did is what counts
+            await within(_LAST_SAVE_S, "the trainer did not save the model", _save(actors, texts, folder))
         raise
     listener.on_status("saving the model")
     await _save(actors, texts, folder)

@@ -40,7 +40,8 @@ def build_cards(summary: Mapping[str, Any], record: RunRecord) -> list[Card]:
         _count("Weight versions", summary["weight_versions"], "sent to the rollouters"),
         _throughput(record),
         _share("Trainer idle", summary["trainer_idle_ratio"]),
-        _share("Rollouters idle", summary["rollouter_idle_ratio"]),
+        # A supervised job has rollouters for its evaluations only: they are idle by design.
+        None if summary["stale_samples"] is None else _share("Rollouters idle", summary["rollouter_idle_ratio"]),
     ]
     return [card for card in cards if card is not None]
 

@@ -120,7 +120,7 @@ class OutputFolder:
             ConfigError: as `check`, or another job claimed the folder at the same moment.
         """
         cls.check(path, overwrite=overwrite, inputs=inputs)
-        folder = cls(path)
+        folder = cls(path.absolute())  # the processes that save the model may run in another folder
         try:
             path.mkdir(parents=True, exist_ok=True)
             folder._delete_earlier_results()

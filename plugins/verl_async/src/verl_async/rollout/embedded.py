@@ -9,7 +9,8 @@ import torch
 
 from verl_async.rollout.decoding import decode
 from verl_async.rollout.interface import FinishReason, Generation, RolloutEngine
-from verl_async.rollout.model_loading import load_model, max_num_tokens
+from verl_async.rollout.model_loading import load_model
+from verl_async.rollout.positions import max_num_tokens
 from verl_async.rollout.weight_receiver import WeightReceiver
 from verl_engine.contract.errors import ConfigError, ModelError, WeightsError
 from verl_engine.engine.device import Device
@@ -37,7 +38,7 @@ class EmbeddedEngine(RolloutEngine):
     def __init__(self, config: RolloutConfig, model_folder: Path) -> None:
         self.version = 0
         self._model = load_model(model_folder, getattr(torch, config.dtype), Device.resolve(config.device).torch_device)
-        self._max_num_tokens = max_num_tokens(self._model)
+        self._max_num_tokens = max_num_tokens(self._model.config)
         self._receiver = WeightReceiver(self._model)
         self._interrupted = threading.Event()
 

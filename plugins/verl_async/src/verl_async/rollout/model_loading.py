@@ -35,9 +35,3 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTra
     model.requires_grad_(requires_grad=False)
     model.train(mode=False)
     return model
-
-
-def max_num_tokens(model: PreTrainedModel) -> int | None:
-    """Tokens of the longest sequence that the model has positions for; None where nothing limits it."""
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return limit if isinstance(limit, int) and limit > 0 else None

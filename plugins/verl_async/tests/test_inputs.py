@@ -1,0 +1,81 @@
+"""What is read and tokenized before any process starts."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from plugins.verl_async.tests.fakes import train_job
+from plugins.verl_async.tests.job_files import write_lines, write_prompts
+from recipes.addition_data import save_model
+from verl_async.asynchrony.inputs import (
+    ModelTexts,
+    read_evaluation_prompts,
+    read_training_examples,
+    read_training_prompts,
+)
+from verl_async.config import SftJob
+from verl_async.errors import DataError
+from verl_engine.contract.engine_config import EngineConfig
+from verl_engine.contract.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+POSITIONS = 64
+"""Of the recipes' model."""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    save_model(tmp_path / "model", seed=0)
+    return tmp_path / "model"
+
+
+def test_a_prompt_that_fits_with_its_answer(tmp_path: Path, model: Path) -> None:
+    prompts = write_prompts(tmp_path / "prompts.jsonl")  # 1 + 4 tokens each
+    job = train_job(data={"prompts": prompts}, rollout={"max_response_tokens": POSITIONS - 5})
+    assert len(read_training_prompts(job, ModelTexts.load(model))) == 4
+
+
+@pytest.mark.parametrize("field", ["data.prompts", "evaluation.prompts"])
+def test_a_prompt_that_does_not_fit_with_its_answer(tmp_path: Path, model: Path, field: str) -> None:
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 11)  # the last one, 10+1=, has a token more
+    job = train_job(
+        data={"prompts": prompts}, evaluation={"prompts": prompts}, rollout={"max_response_tokens": POSITIONS - 5}
+    )
+    texts = ModelTexts.load(model)
+    with pytest.raises(
+        ConfigError,
+        match=rf"max_response_tokens=59 after a prompt of 6 tokens \({field}, row 10\) makes 65 tokens; .* 64",
+    ):
+        read_training_prompts(job, texts) if field == "data.prompts" else read_evaluation_prompts(job, texts, 16)
+
+
+def test_an_example_longer_than_the_positions(tmp_path: Path, model: Path) -> None:
+    rows = [{"prompt": "1+1=", "response": "2" * num} for num in (1, POSITIONS - 6, POSITIONS - 5)]
+    job = SftJob.model_validate(
+        {
+            "model": {"path": model},
+            "engine": EngineConfig(backend="toy", learning_rate=0.1),
+            "data": {"examples": write_lines(tmp_path / "examples.jsonl", rows)},
+            "trainer": {"num_steps": 1},
+        }
+    )
+    with pytest.raises(DataError, match=r"data.examples, row 2: prompt and response have 65 tokens; .* for 64"):
+        read_training_examples(job, ModelTexts.load(model))
+
+
+@pytest.mark.parametrize("content", [[], {}, "no tokenizer"])
+def test_a_tokenizer_that_is_none(model: Path, content: Any) -> None:
+    (model / "tokenizer_config.json").write_text(json.dumps(content), encoding="utf-8")
+    (model / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(ModelError, match=r"model.path=.* has no tokenizer that transformers can load"):
+        ModelTexts.load(model)
+
+
+def test_a_model_without_a_limit(model: Path) -> None:
+    (model / "config.json").write_text("{}", encoding="utf-8")
+    assert ModelTexts.load(model).max_tokens is None

@@ -99,6 +99,7 @@ def dev(session: nox.Session) -> None:
     python = folder / "bin" / "python"
     if not python.exists():
         session.run(sys.executable, "-m", "venv", str(folder))
+    session.log("installing; this takes a few minutes, in silence")
     tools = ("nox", "towncrier", *TEST_TOOLS, *LINT_TOOLS, *TYPE_TOOLS)
     session.run(str(python), "-m", "pip", "install", "--quiet", *_install_arguments(*tools))
     session.log("Ready. Activate it with:  source .venv/bin/activate")
@@ -175,6 +176,7 @@ def _install_once(session: nox.Session, install: Callable[[], None], *tools: str
         session.log("the virtual environment is up to date")
         return
     stamp.unlink(missing_ok=True)
+    session.log("installing, once; this takes a few minutes, in silence")
     install()
     stamp.write_text(recipe.hexdigest(), encoding="utf-8")
 

@@ -105,7 +105,7 @@ class Job:
         except OSError:  # it has ended, or is another user's
             return False
 
-    def wait_for_steps(self, count: int, timeout_s: float = 90.0) -> None:
+    def wait_for_steps(self, count: int, timeout_s: float = 150.0) -> None:
         """Wait until so many training steps are recorded."""
         deadline = time.monotonic() + timeout_s
         while len(read_lines(self.output / "metrics.jsonl")) < count:
@@ -124,7 +124,7 @@ class Job:
         """End it as a scheduler does: SIGTERM to the first process only."""
         self._process.terminate()
 
-    def wait(self, timeout_s: float = 120.0) -> Ended:
+    def wait(self, timeout_s: float = 200.0) -> Ended:
         """Wait for the end, and check that no process and no shared memory is left."""
         started = time.monotonic()
         stdout, stderr = self._process.communicate(timeout=timeout_s)

@@ -22,7 +22,7 @@ def test_ctrl_c_saves_the_model_as_it_is(task: Task, tmp_path: Path) -> None:
     with Job("train", task.train, tmp_path / "out", settings) as job:
         job.wait_for_steps(2)
         job.press_ctrl_c()
-        ended = job.wait(30)
+        ended = job.wait(60)
     check_interrupted(ended)
     check_model_loads(ended.output / "model")
     before, after = read_weights(task.model), read_weights(ended.output / "model")
@@ -33,7 +33,7 @@ def test_sigterm_is_like_ctrl_c(task: Task, tmp_path: Path) -> None:
     with Job("sft", task.sft, tmp_path / "out", ("trainer.num_steps=100000",)) as job:
         job.wait_for_steps(2)
         job.terminate()
-        ended = job.wait(30)
+        ended = job.wait(60)
     check_interrupted(ended)
     assert (ended.output / "model" / "model.safetensors").exists()
 

@@ -140,6 +140,15 @@ class LostBuffer(Mutant):
         return True
 
 
+class RestoreTouchesOptimizer(Mutant):
+    """Takes AdamW's moments for a part of what a snapshot brings back."""
+
+    @hookimpl
+    def engine_restore_weights_from_cpu(self, engine: Any, snapshot: WeightSnapshot) -> bool:
+        engine.optimizer.state.clear()
+        return hooks.engine_restore_weights_from_cpu(engine, snapshot)
+
+
 class ScheduleAdvances(Mutant):
     """The schedule counts skipped steps."""
 
@@ -159,6 +168,7 @@ MUTANTS = {
         DeafSync("mutant_every_micro_batch_ignored"),
         EagerSync("mutant_sync_on_every_micro_batch"),
         LostBuffer("mutant_lost_buffer"),
+        RestoreTouchesOptimizer("mutant_restore_touches_optimizer"),
         ScheduleAdvances("mutant_schedule_advances_on_a_skip"),
         UnclosedNoSync("mutant_unclosed_no_sync"),
         Mutant("mutant_bf16_accumulation", "Bf16Accumulation"),
@@ -174,9 +184,13 @@ MUTANTS = {
         Mutant("mutant_mixed_sequences", "MixedSequences"),
         Mutant("mutant_offload_loses_optimizer", "OffloadLosesOptimizer"),
         Mutant("mutant_random_seed", "RandomSeed"),
+        Mutant("mutant_schedule_not_resumed", "ScheduleNotResumed"),
+        Mutant("mutant_stale_export", "StaleExport"),
         Mutant("mutant_saves_what_it_loaded", "SavesWhatItLoaded"),
         Mutant("mutant_silent_rank", "SilentRank"),
         Mutant("mutant_skip_on_one_rank", "SkipOnOneRank"),
+        Mutant("mutant_temperature_in_inference_only", "TemperatureInInferenceOnly"),
+        Mutant("mutant_tie_broken", "TieBroken"),
         Mutant("mutant_tied_twice", "TiedTwice"),
         Mutant("mutant_undeclared_gap", "NoImport"),
         Mutant("mutant_declared_gap", "NoImport", gaps={"weight_import": "as the test says"}),

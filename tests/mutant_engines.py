@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from verl_engine.engine.base import Engine, TokenOutput, WeightSpec
 from verl_fsdp.engine import Fsdp2Engine
 from verl_fsdp.gradients import clip_gradients, grad_norm
+from verl_fsdp.parallelize import load_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -177,6 +178,50 @@ class WrongName(Fsdp2Engine):
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         inner = [name.removeprefix("module.") for name in names]
         return ((f"module.{name}", tensor) for name, tensor in super().full_weights(inner))
+
+
+class TemperatureInInferenceOnly(Fsdp2Engine):
+    """Trains at temperature 1, whatever is asked for."""
+
+    def forward(self, batch: PackedBatch, temperature: float) -> TokenOutput:
+        return super().forward(batch, 1.0 if torch.is_grad_enabled() else temperature)
+
+
+class ScheduleNotResumed(Fsdp2Engine):
+    """Resumes with a learning rate that begins again."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict({**state, "schedule": self.schedule.state_dict()})
+
+
+class StaleExport(Fsdp2Engine):
+    """Exports what it gathered first, also after a step."""
+
+    _gathered: dict[str, torch.Tensor] | None = None
+
+    def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._gathered is None:
+            every = [spec.name for spec in self.weight_specs()]
+            self._gathered = {name: tensor.clone() for name, tensor in super().full_weights(every)}
+        return ((name, self._gathered[name]) for name in names)
+
+    def load_full_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().load_full_weights(weights)
+        self._gathered = None
+
+
+class TieBroken(Fsdp2Engine):
+    """The output layer is a copy of the embedding that nobody trains."""
+
+    def __init__(self, config: Fsdp2Config, model_folder: Path, role: str) -> None:
+        module = load_model(config, model_folder)
+        is_tied = module.lm_head.weight is module.model.embed_tokens.weight
+        if is_tied:
+            module.lm_head.weight = torch.nn.Parameter(module.lm_head.weight.detach().clone(), requires_grad=False)
+        with mock.patch("verl_fsdp.engine.load_model", return_value=module):
+            super().__init__(config, model_folder, role)
+        if is_tied:
+            del self.parameters["lm_head.weight"]
 
 
 class TiedTwice(Fsdp2Engine):

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import pytest
 
+from core.tests.fake_distributions import HOOKS, write_distribution
 from tests.repository import ROOT, run_python
 from verl_engine.command.app import main
+from verl_engine.contract.names import BACKENDS_GROUP
 from verl_engine.testing.conformance import all_checks
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 PAGE = (ROOT / "docs" / "reference" / "conformance.md").read_text(encoding="utf-8")
 WITHOUT_PYTEST = """
@@ -56,8 +62,10 @@ def test_a_table_with_what_was_skipped_and_why(
     [
         (["fsdp9"], "error: backend 'fsdp9' is not a known backend; did you mean "),
         (["fsdp2", "no_such_field=1"], "error: engine.no_such_field is not a known key"),
-        (["fsdp2", "--only", "no/such"], "error: --only no/such: no check's name starts so; topics are"),
+        (["fsdp2", "--only", "no/such"], "error: --only no/such: no check's name starts with it; topics are"),
         (["fsdp2", "--ranks", "0"], "error: ranks=0 must be at least 1"),
+        (["fsdp2", "--timeout", "0"], "error: timeout=0.0 must be a number of seconds above 0"),
+        (["fsdp2", "--timeout", "nan"], "error: timeout=nan must be a number of seconds above 0"),
     ],
 )
 def test_what_cannot_be_run_is_refused_at_once(
@@ -79,3 +87,23 @@ def test_the_reference_shows_every_check_with_what_it_needs(check: object) -> No
     assert isinstance(check, Check)
     features = ", ".join(f"`{feature}`" for feature in check.features) or "every backend"
     assert f"| `{check.name}` | {check.proves} | {features} |" in PAGE
+
+
+def test_what_a_backend_prints_does_not_spoil_the_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f"print('a stray line')\n{HOOKS.format(name='noisy')}"
+    write_distribution(tmp_path, "noisy", {BACKENDS_GROUP: {"noisy": "noisy_hooks"}}, modules={"noisy_hooks": text})
+    monkeypatch.syspath_prepend(tmp_path)
+    assert run("noisy", "--only", "loading/spec", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [entry["check"] for entry in report["passed"]] == ["loading/spec"]
+
+
+def test_a_torch_that_cannot_be_imported_is_an_error_without_traceback(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('no such library')", encoding="utf-8")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{WITHOUT_PYTEST}"
+    done = run_python("-c", code)
+    assert done.returncode == 2
+    assert "error: the conformance kit cannot be imported: ImportError: no such library; see" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -43,6 +43,11 @@ def test_a_test_implements_the_hook(hook: str) -> None:
 
 
 @pytest.mark.parametrize("hook", HOOKS)
+def test_a_test_calls_the_hook_through_its_host(hook: str) -> None:
+    assert f"host.{hook.removeprefix('engine_')}(" in TESTS
+
+
+@pytest.mark.parametrize("hook", HOOKS)
 def test_the_reference_says_whether_a_hook_is_required(hook: str) -> None:
     section = PAGE.partition(f"## `{hook}(")[2].partition("\n## ")[0]
     assert "\n\nRequired" in section or "\n\nOptional" in section

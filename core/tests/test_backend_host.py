@@ -222,3 +222,40 @@ def test_an_installed_backend_is_named_with_its_distribution(site: Path) -> None
 def test_an_unknown_backend_names_the_field() -> None:
     with pytest.raises(UnknownPluginError, match=r"^actor\.backend='qqqqq' is not a known backend"):
         BackendHost.load("qqqqq", at="actor.backend")
+
+
+class _Failing(ModuleType):
+    def __getattr__(self, name: str) -> object:
+        raise RuntimeError(name)
+
+
+def test_a_module_that_cannot_be_asked_is_refused_with_the_cause() -> None:
+    with pytest.raises(HookError, match="looking up SPEC failed: RuntimeError: SPEC") as caught:
+        BackendHost.from_module(_Failing("failing_hooks"))
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("promises", "message"),
+    [
+        (None, r"SPEC\.patches=None must be a tuple"),
+        (("a:b",), r"SPEC\.patches holds 'a:b'"),
+        ((PatchPromise("a", "why"),), r"SPEC\.patches: 'a' names nothing that can be patched"),
+        (ZeroDivisionError("no"), r"SPEC\.patches\(config\) failed: ZeroDivisionError: no"),
+    ],
+)
+def test_promises_that_depend_on_the_config_are_checked_too(promises: object, message: str) -> None:
+    def patches(_: EngineConfig) -> Any:
+        if isinstance(promises, Exception):
+            raise promises
+        return promises
+
+    host = BackendHost.from_module(make_module(SPEC=replace(SPEC, patches=patches)))
+    with pytest.raises(HookError, match=message):
+        host.prepare_process(CONFIG)
+
+
+def test_a_plugin_api_version_that_is_no_number_is_refused() -> None:
+    spec = replace(SPEC, plugin_api_version=cast("int", "1"))
+    with pytest.raises(HookError, match=r"SPEC\.plugin_api_version='1' must be a whole number"):
+        BackendHost.from_module(make_module(SPEC=spec))

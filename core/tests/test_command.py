@@ -173,6 +173,7 @@ def test_wrong_arguments_end_with_code_2(capsys: pytest.CaptureFixture[str]) -> 
     ("name", "message"),
     [
         ("gret", "error: command 'gret' is not a known command; did you mean greet?"),
+        ("bakcends", "error: command 'bakcends' is not a known command; did you mean backends?"),
         ("number", "error: command 'number' points to 3; it must be a function, or a typer or click command"),
     ],
 )
@@ -279,3 +280,19 @@ def test_the_startup_benchmark_prints_its_figures_last() -> None:
         [sys.executable, str(benchmark), "--rounds", "1", "--json"], capture_output=True, text=True, check=True
     )
     assert {"core_import_ms", "backends_ms"} <= json.loads(done.stdout.splitlines()[-1]).keys()
+
+
+def test_a_command_that_lacks_a_requirement_says_how_to_install_it(
+    site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_distribution(
+        site,
+        "lacking",
+        {COMMANDS_GROUP: {"lack": "lack_function:run"}},
+        modules={"lack_function": "def run(): import no_such_module"},
+        requires=["no-such-thing>=2"],
+    )
+    assert run("lack") == 2
+    error = capsys.readouterr().err
+    assert "error: command 'lack' of lacking 1.0 cannot run: ModuleNotFoundError: No module named 'no_such" in error
+    assert 'install what it needs: python -m pip install "no-such-thing>=2"' in error

@@ -339,3 +339,23 @@ def test_the_doctor_itself_imports_no_torch() -> None:
     assert found["machine"]["cores"] >= 1
     assert found["packages"]["verl-engine-core"]
     assert "cpu" in found["devices"]
+
+
+def test_entry_points_that_cannot_be_read_are_found_and_end_no_command(site: Path, report: Any) -> None:
+    broken = write_distribution(site, "broken-dist", {})
+    (broken / "entry_points.txt").write_text("[some.group]\nno equals sign\n", encoding="utf-8")
+    code, found = report()
+    (finding,) = (finding for finding in found["findings"] if finding["subject"] == "broken-dist")
+    assert code == 1
+    assert finding["text"].startswith("its entry points cannot be read (")
+    assert finding["mend"] == "python -m pip install --force-reinstall --no-deps broken-dist"
+
+
+@pytest.mark.usefixtures("_no_torch")
+def test_what_a_backend_prints_does_not_spoil_the_json(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = f"print('a stray line')\n{HOOKS.format(name='toy')}"
+    write_distribution(site, "toy", {BACKENDS_GROUP: {"toy": "toy_noisy"}}, modules={"toy_noisy": text})
+    run("--backend", "toy", "--json")
+    written = capsys.readouterr()
+    assert json.loads(written.out)["backend"] == "toy"
+    assert "a stray line" in written.err

@@ -11,6 +11,7 @@ import pytest
 from verl_engine.contract.errors import PatchError
 from verl_engine.host.preparation.first_import import patch_on_import, stop_waiting
 from verl_engine.host.preparation.owner import owned_by
+from verl_engine.host.preparation.patching import patch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -165,3 +166,18 @@ def test_a_module_in_the_middle_of_its_import_is_refused(site: Path) -> None:
     )
     with pytest.raises(PatchError, match="waitself is just being imported"):
         importlib.import_module("waitself")
+
+
+@pytest.mark.usefixtures("package")
+def test_a_module_that_is_run_by_hand_is_patched_and_the_imported_one_is_left_alone() -> None:
+    patch("waitpkg.ops:value", lambda value: value * 10)
+    ops = importlib.import_module("waitpkg.ops")
+    spec = importlib.util.find_spec("waitpkg.ops")
+    assert spec is not None
+    fresh = sys.meta_path[0].find_spec("waitpkg.ops", sys.modules["waitpkg"].__path__)
+    assert fresh is not None
+    private = importlib.util.module_from_spec(fresh)
+    assert fresh.loader is not None
+    fresh.loader.exec_module(private)
+    assert (private.value, ops.value) == (20, 20)
+    assert sys.modules["waitpkg.ops"] is ops

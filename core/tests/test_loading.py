@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
-from core.tests.fake_distributions import write_distribution
+from core.tests.fake_distributions import HOOKS, write_distribution
 from verl_engine.contract.errors import (
     DuplicatePluginError,
     PluginApiVersionError,
@@ -122,3 +124,17 @@ def test_another_plugin_api_is_refused_before_the_import(site: Path, version: in
     with pytest.raises(PluginApiVersionError, match=rf"written for plugin API {version},.* --upgrade {upgrade}$"):
         load_plugin(GROUP, "toy")
     assert "toy_x" not in sys.modules
+
+
+def test_metadata_that_pydantic_cannot_read_disturbs_nobody(tmp_path: Path) -> None:
+    broken = write_distribution(tmp_path, "broken-dist", {})
+    (broken / "entry_points.txt").write_text("[some.group]\nno equals sign\n", encoding="utf-8")
+    write_distribution(tmp_path, "toy", {BACKENDS_GROUP: {"toy": "toy_x"}}, modules={"toy_x": HOOKS.format(name="toy")})
+    done = subprocess.run(
+        [sys.executable, "-c", "from verl_engine import BackendHost; print(BackendHost.load('toy'))"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == "<BackendHost of 'toy'>", done.stderr

@@ -48,7 +48,9 @@ def test_all_names_follow_from_one(name: str, expected: BackendNames) -> None:
         ("für", "such as f_r"),
         ("lambda", "NAME='lambda' is a keyword of Python; choose another, such as lambda_engine"),
         ("match", "NAME='match' is a keyword of Python"),
-        ("json", "NAME='json' is the name of a module that can be imported here"),
+        ("json", "NAME='json' is the name of another module, which the new package would hide"),
+        ("mindspeed", "NAME='mindspeed' is the name of another module"),  # installed or not
+        ("tests", "choose another, such as tests_engine"),
         ("fsdp_turbo", "NAME='fsdp_turbo' is taken by the distribution verl-fsdp-turbo"),
         ("pluggy", "NAME='pluggy' is taken by the distribution pluggy"),
     ],

@@ -136,6 +136,14 @@ def test_naming_an_observer_twice_is_refused() -> None:
         validate_engine_section({"backend": "toy", "learning_rate": 0.1, "observers": ["timing", "timing"]})
 
 
+def test_figures_that_cannot_be_had_name_the_observer() -> None:
+    observer = Timing()
+    observer.metrics = lambda: {"share": 1 / 0}  # type: ignore[method-assign]
+    host = BackendHost.from_module(_module(), observers={"odd": observer})
+    with pytest.raises(HookError, match=r"observer 'odd': metrics\(\) must .*: ZeroDivisionError: division by zero"):
+        host.metrics()
+
+
 def test_timing_measures_hooks_their_context_and_what_is_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100))
     monkeypatch.setattr("verl_engine.host.timing.perf_counter", lambda: float(next(clock)))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from typing import TYPE_CHECKING
@@ -142,3 +143,49 @@ def test_values_without_identity_have_no_aliases() -> None:
 )
 def test_values_are_shown_by_where_they_come_from(value: object, text: str) -> None:
     assert short_repr(value) == text
+
+
+HOLDERS = """
+import functools
+from patchme import Holder, plain
+def enclose(function): return lambda: function()
+class Registry:
+    table = {"plain": plain}
+    def __init__(self): self.taken = plain
+registry, entries, numbered, pair = Registry(), {"plain": plain}, [plain], (plain,)
+closure, part, cached = enclose(plain), functools.partial(plain), functools.lru_cache(plain)
+"""
+
+
+def test_what_holds_an_alias_in_its_turn_is_found_and_mended_where_it_can_be(module: ModuleType, site: Path) -> None:
+    (site / "patchholder.py").write_text(HOLDERS, encoding="utf-8")
+    holder = importlib.import_module("patchholder")
+    patch("patchme:plain", lambda original: lambda: original() + 10)
+    found = {alias.place: alias for alias in find_aliases(patch_record.replaced_objects(Target("patchme", "plain")))}
+    assert found.keys() == {
+        "plain",
+        "Registry.table['plain']",
+        "registry.taken",
+        "entries['plain']",
+        "numbered[0]",
+        "pair[0]",
+        "closure (in its closure)",
+        "part (in a partial)",
+        "cached (behind a cache)",
+    }
+    for place in ("Registry.table['plain']", "registry.taken", "entries['plain']", "numbered[0]"):
+        found[place].replace(module.plain)
+    found["closure (in its closure)"].replace(module.plain)
+    taken = (*holder.entries.values(), *holder.Registry.table.values(), holder.registry.taken, *holder.numbered)
+    assert all(function is module.plain for function in taken)
+    assert holder.closure() == 11
+    with pytest.raises(PatchError, match="cannot be changed"):
+        found["pair[0]"].replace(module.plain)
+
+
+def test_a_replacement_may_hold_what_it_replaces(module: ModuleType) -> None:
+    original = module.plain
+    replacement = functools.partial(original)
+    vars(module)["plain"] = replacement
+    assert list(map(str, find_aliases([original]))) == ["patchme:plain (in a partial)"]
+    assert find_aliases([original], [replacement]) == []

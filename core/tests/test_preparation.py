@@ -242,3 +242,16 @@ show(refusal=refusal)
     answer = run_code(folder, code)
     assert answer["refusal"] == ""
     assert set(answer["views"].values()) == {"patched"}
+
+
+def test_a_module_that_keeps_its_own_original_cannot_be_imported(folder: Path) -> None:
+    ops = folder / "fakeframe" / "ops.py"
+    ops.write_text(f"{ops.read_text(encoding='utf-8')}\nTABLE = {{'norm': norm}}\n", encoding="utf-8")
+    code = f"""{TRY}
+host().prepare_process(config())
+show(refusal=attempt(lambda: __import__("fakeframe")))
+"""
+    answer = run_code(folder, code)
+    assert "importing fakeframe.ops now would leave it unpatched for backend 'adaptor'" in answer["refusal"]
+    assert "fakeframe.ops:TABLE['norm'] holds the original of fakeframe.ops:norm" in answer["refusal"]
+    assert answer["views"] == {}

@@ -82,6 +82,19 @@ def test_a_dead_process_is_named_and_not_the_one_that_misses_it() -> None:
         run_ranks(die_on_one)
 
 
+def fail_before_a_death(rank: int) -> None:
+    """As a peer that notices a death sooner than the one who started both."""
+    if rank == 1:
+        time.sleep(0.5)
+        os._exit(3)
+    raise ConnectionError("my peer is gone")
+
+
+def test_a_dead_process_comes_before_an_error_that_was_reported_sooner() -> None:
+    with pytest.raises(RankError, match="rank 1 of 2 failed first:\nthe process died without an answer"):
+        run_ranks(fail_before_a_death)
+
+
 def hang_on(rank: int, *silent: int) -> None:
     if rank in silent:
         time.sleep(100)

@@ -74,7 +74,7 @@ def _dispatch(options: argparse.Namespace, words: Sequence[str]) -> int:
         return int(command.run(words[1:], f"{PROGRAM} {words[0]}"))
     from verl_engine.command.contributed import run_contributed  # only what is called is imported
 
-    return run_contributed(words[0], words[1:], PROGRAM)
+    return run_contributed(words[0], words[1:], PROGRAM, built_in=OWN_COMMANDS)
 
 
 def _print_error(error: EngineError, wants_traceback: bool) -> None:

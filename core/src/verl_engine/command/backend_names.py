@@ -6,6 +6,7 @@ import importlib.util
 import keyword
 import re
 from dataclasses import dataclass
+from typing import Final
 
 from verl_engine.contract.errors import ConfigError
 from verl_engine.contract.names import BACKENDS_GROUP
@@ -13,6 +14,24 @@ from verl_engine.host.catalog import list_plugins
 from verl_engine.host.distributions import installed_distributions, normalize_name
 from verl_engine.host.known_plugins import KNOWN_PLUGINS
 
+_OTHERS: Final = frozenset(
+    {
+        "accelerate",
+        "deepspeed",
+        "megatron",
+        "mindspeed",
+        "numpy",
+        "pytest",
+        "ray",
+        "tests",
+        "torch",
+        "torch_npu",
+        "transformers",
+        "verl",
+        "vllm",
+    }
+)
+"""Packages that an engine imports, or may stand beside, also where they are not installed yet."""
 _NAME = re.compile(r"[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")
 
 
@@ -68,8 +87,8 @@ def _check_free(names: BackendNames) -> None:
         owner = names.distribution
     if owner is not None:
         raise ConfigError(f"NAME={names.backend!r} is taken by the distribution {owner}; choose another")
-    if importlib.util.find_spec(names.package) is not None:
+    if names.package in _OTHERS or importlib.util.find_spec(names.package) is not None:
         raise ConfigError(
-            f"NAME={names.package!r} is the name of a module that can be imported here, which the new package would "
-            "hide; choose another"
+            f"NAME={names.package!r} is the name of another module, which the new package would hide; choose another, "
+            f"such as {names.package}_engine"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import sys
 import time
@@ -56,18 +57,26 @@ def run(arguments: Sequence[str], program: str) -> int:
             f"the conformance kit needs {', '.join(missing)}; install it with: "
             f"{pip_install('verl-engine-core[testing]')}"
         )
-    from verl_engine.testing.conformance.kit import ConformanceKit  # only now: it is there
+    try:
+        from verl_engine.testing.conformance.kit import ConformanceKit  # only now: it is there
 
+        checks = _chosen(options.only)
+    except (ImportError, OSError) as cause:  # installed, but a library that it needs cannot be loaded, say
+        raise PluginImportError(
+            f"the conformance kit cannot be imported: {type(cause).__name__}: {cause}; see verl-engine doctor"
+        ) from cause
     start = time.monotonic()
-    with ConformanceKit(options.name, settings, ranks=options.ranks, timeout_s=options.timeout) as kit:
-        outcomes = _run_all(kit, _chosen(options.only), is_quiet=options.json)
-        seconds = time.monotonic() - start
-        if options.json:
-            _print_json(options.name, kit, outcomes, seconds)
-        else:
-            from verl_engine.command.check_report import print_summary  # rich is slow to import
+    with contextlib.redirect_stdout(sys.stderr):  # what a backend prints when it is loaded would spoil the JSON
+        kit = ConformanceKit(options.name, settings, ranks=options.ranks, timeout_s=options.timeout)
+        with kit:
+            outcomes = _run_all(kit, checks, is_quiet=options.json)
+    seconds = time.monotonic() - start
+    if options.json:
+        _print_json(options.name, kit, outcomes, seconds)
+    else:
+        from verl_engine.command.check_report import print_summary  # rich is slow to import
 
-            print_summary(f"{options.name} ({kit.version}), {options.ranks} ranks", outcomes, seconds)
+        print_summary(f"{options.name} ({kit.version}), {options.ranks} ranks", outcomes, seconds)
     return 1 if any(outcome.status == "failed" for outcome in outcomes) else 0
 
 
@@ -80,10 +89,14 @@ def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("name", metavar="NAME", help="the backend, as `verl-engine backends` lists it")
-    parser.add_argument("settings", metavar="FIELD=VALUE", nargs="*", help="fields of the engine section")
-    parser.add_argument("--ranks", type=int, default=2, help="how many where a check wants several (default 2)")
     parser.add_argument(
-        "--only", action="append", metavar="CHECK", help="run checks whose name starts so; may be repeated"
+        "settings", metavar="FIELD=VALUE", nargs="*", default=[], help="fields of the engine section, for every engine"
+    )  # a default, lest argparse call them required
+    parser.add_argument(
+        "--ranks", type=int, default=2, metavar="N", help="how many ranks, where a check wants several (default 2)"
+    )
+    parser.add_argument(
+        "--only", action="append", metavar="CHECK", help="only checks whose name starts so; may be repeated"
     )
     parser.add_argument(
         "--timeout", type=float, default=60.0, metavar="SECONDS", help="for each step of a check (default 60)"
@@ -97,8 +110,8 @@ def _chosen(prefixes: list[str] | None) -> list[Check]:
 
     checks = [check for check in all_checks() if prefixes is None or check.name.startswith(tuple(prefixes))]
     if not checks:
-        topics = sorted({check.name.partition("/")[0] for check in all_checks()})
-        raise ConfigError(f"--only {' '.join(prefixes or [])}: no check's name starts so; topics are {topics}")
+        topics = ", ".join(sorted({check.name.partition("/")[0] for check in all_checks()}))
+        raise ConfigError(f"--only {' '.join(prefixes or [])}: no check's name starts with it; topics are {topics}")
     return checks
 
 

@@ -40,7 +40,7 @@ def print_summary(title: str, outcomes: list[Outcome], seconds: float) -> None:
         table.add_row(
             Text(outcome.check.name),
             Text(outcome.status, style=STYLES[outcome.status]),
-            Text(outcome.reason or outcome.check.proves, style="" if outcome.reason else "dim"),
+            Text((outcome.reason or outcome.check.proves).replace("``", "`"), style="" if outcome.reason else "dim"),
         )
     console.print(table)
     for outcome in outcomes:

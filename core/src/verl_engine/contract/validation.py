@@ -128,7 +128,7 @@ def _meaning(place: _Place) -> str:
     for owner in place.owners:
         field = owner.model_fields.get(name)
         if field is not None and field.description:
-            return f": {' '.join(field.description.split())}"
+            return f": {' '.join(field.description.replace('``', '`').split())}"
     return _keys(place.own)
 
 

@@ -84,7 +84,7 @@ def collect_metrics(observers: Sequence[Observer]) -> dict[str, float]:
     Returns:
         The figures, each under ``observer's name/its name``.
     Raises:
-        HookError: what one returns is no mapping of names to numbers.
+        HookError: what one returns is no mapping of names to numbers, or it fails.
     """
     figures: dict[str, float] = {}
     for observer in observers:
@@ -93,6 +93,8 @@ def collect_metrics(observers: Sequence[Observer]) -> dict[str, float]:
             continue
         try:
             figures |= {f"{observer.name}/{name}": float(value) for name, value in metrics().items()}
-        except (AttributeError, TypeError, ValueError) as cause:
-            raise HookError(f"{observer.label}: metrics() must return a dict of names to numbers: {cause}") from cause
+        except Exception as cause:  # a stranger's method can raise anything
+            raise HookError(
+                f"{observer.label}: metrics() must return a dict of names to numbers: {type(cause).__name__}: {cause}"
+            ) from cause
     return figures

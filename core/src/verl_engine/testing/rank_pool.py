@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import faulthandler
 import gc
+import math
 import multiprocessing
 import os
 import pickle
@@ -176,7 +177,8 @@ class RankPool:
         except (EOFError, OSError):
             self._processes[rank].join(_GRACE_S)
             summary = f"the process died without an answer (exit code {self._processes[rank].exitcode})"
-            return _Failure(time.monotonic(), rank, summary, f"{summary}; it wrote:\n{self._log(rank)}")
+            # Before all others: that their peer is gone they may have noticed sooner than we.
+            return _Failure(-math.inf, rank, summary, f"{summary}; it wrote:\n{self._log(rank)}")
         return answer
 
     def _places(self, silent: list[int]) -> str:

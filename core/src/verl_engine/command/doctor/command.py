@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -37,7 +38,8 @@ def run(arguments: Sequence[str], program: str) -> int:
         1 if something is broken, else 0.
     """
     options = _parse(arguments, program)
-    found = examine(options.backend, options.ranks, options.timeout_s, with_patches=options.patches)
+    with contextlib.redirect_stdout(sys.stderr):  # what a backend prints when it is loaded would spoil the JSON
+        found = examine(options.backend, options.ranks, options.timeout_s, with_patches=options.patches)
     if options.json:
         sys.stdout.write(json.dumps(found.as_json(), indent=2) + "\n")
     else:

@@ -10,6 +10,7 @@ from verl_engine.command.doctor.conflicts import find_conflicts
 from verl_engine.command.doctor.environment import Situation, Variable, read_environment
 from verl_engine.command.doctor.findings import Finding
 from verl_engine.command.doctor.machine import describe_machine, find_devices, machine_findings, package_versions
+from verl_engine.command.doctor.metadata import unreadable_metadata
 from verl_engine.command.doctor.plugins import PluginStatus, inspect_backend, list_all, plugin_findings
 from verl_engine.host.distributions import installed_distributions
 from verl_engine.host.preparation.prepare_report import PatchReport, describe_patches
@@ -70,6 +71,7 @@ def examine(backend: str | None, num_ranks: int, timeout_s: float, *, with_patch
     environment = read_environment(Situation(os.environ, machine["cores"], num_ranks, frozenset(installed)))
     findings = [
         *machine_findings(machine, torch_error),
+        *unreadable_metadata(),
         *find_conflicts(installed, devices),
         *plugin_findings(plugins),
         *(Finding("warning", variable.name, variable.hint) for variable in environment if variable.hint),

@@ -1,17 +1,19 @@
 """Find who holds an object under a name of its own: modules that took it by from-import.
 
-Looked at are the names of every module, the attributes of their classes, and default arguments of their functions and
-methods. What a subclass inherits from a class is not: a replacement often is a subclass itself. Flags such as ``True``
-cannot be told apart by identity and have no aliases.
+Looked at are the names of every module, the attributes of their classes, and what these hold in their own turn, one
+level deep: entries of registries, attributes of instances, arguments of partials, default arguments and closures of
+functions. What lies deeper, or in an object that no module knows, is not found. What a subclass inherits from a class
+is not looked at: a replacement often is a subclass itself. Flags such as ``True`` cannot be told apart by identity and
+have no aliases.
 """
 
 from __future__ import annotations
 
 import sys
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from verl_engine.contract.errors import PatchError
+from verl_engine.host.preparation.holdings import attribute_setter, holdings
 from verl_engine.host.preparation.module_source import stored_names
 
 if TYPE_CHECKING:
@@ -35,11 +37,15 @@ class Alias(NamedTuple):
         return f"{self.module}:{self.place}"
 
 
-def find_aliases(objects: Iterable[object]) -> list[Alias]:
-    """Search all modules of this process for the places that hold one of these objects.
+def find_aliases(
+    objects: Iterable[object], holders: Iterable[object] = (), modules: Iterable[str] | None = None
+) -> list[Alias]:
+    """Search modules of this process for the places that hold one of these objects.
 
     Args:
         objects: a static or class method stands for the function inside as well.
+        holders: what may hold them in its own turn, such as replacements that call the originals.
+        modules: names in ``sys.modules``; by default all.
     Returns:
         The places, in the order of ``sys.modules``.
     """
@@ -47,12 +53,15 @@ def find_aliases(objects: Iterable[object]) -> list[Alias]:
         id(same) for thing in objects for same in (thing, inner_function(thing)) if not isinstance(same, _NO_IDENTITY)
     }
     found: list[Alias] = []
-    seen: set[int] = set()  # a script is there twice in a spawned process
-    for name, module in list(sys.modules.items()) if wanted else ():
+    # A script is there twice in a spawned process, and one registry is known to many modules.
+    seen = {id(same) for thing in holders for same in (thing, inner_function(thing))}
+    chosen = list(sys.modules) if modules is None else modules
+    for name in chosen if wanted else ():
+        module = sys.modules.get(name)
         names = stored_names(module)
-        if id(names) not in seen:
+        if module is not None and id(names) not in seen:
             seen.add(id(names))
-            found += [alias for alias in _places(name, module, names) if id(alias.held) in wanted]
+            found += _Search(name, wanted, seen).places(module, names)
     return found
 
 
@@ -62,52 +71,40 @@ def inner_function(value: object) -> object:
     return object.__getattribute__(value, "__func__") if is_wrapper else value
 
 
-def _places(module_name: str, module: object, names: Mapping[str, object]) -> Iterator[Alias]:
-    for name, value in list(names.items()):
-        yield Alias(value, module_name, name, _attribute_setter(module, name))
-        # By the type alone: some objects answer isinstance() and getattr() with an import or a warning.
-        if (
-            type(value) is FunctionType and value.__module__ == module_name
-        ):  # others are looked at where they are defined
-            yield from _defaults(module_name, name, value)
-        elif issubclass(type(value), type):
-            attributes = stored_names(value)
-            if attributes.get("__module__") != module_name:
-                continue
-            for attribute, member in list(attributes.items()):
-                place, inner = f"{name}.{attribute}", inner_function(member)
-                wrapper = type(member) if inner is not member else None
-                yield Alias(member, module_name, place, _attribute_setter(value, attribute))
-                if wrapper is not None:
-                    yield Alias(inner, module_name, place, _attribute_setter(value, attribute, wrapper))
-                if type(inner) is FunctionType:
-                    yield from _defaults(module_name, place, inner)
+class _Search:
+    """Looks through one module."""
 
+    def __init__(self, module: str, wanted: set[int], seen: set[int]) -> None:
+        self._module = module
+        self._wanted = wanted
+        self._seen = seen
 
-def _defaults(module: str, place: str, function: FunctionType) -> Iterator[Alias]:
-    label = f"{place} (a default argument)"
-    for index, value in enumerate(function.__defaults__ or ()):
-        yield Alias(value, module, label, _default_setter(function, index))
-    for name, value in (function.__kwdefaults__ or {}).items():
-        yield Alias(value, module, label, _default_setter(function, name))
+    def places(self, module: object, names: Mapping[str, object]) -> Iterator[Alias]:
+        for name, value in list(names.items()):
+            if id(value) in self._wanted:
+                yield Alias(value, self._module, name, attribute_setter(module, name))
+            # By the type alone: some objects answer isinstance() and getattr() with an import or a warning.
+            if issubclass(type(value), type):
+                attributes = stored_names(value)
+                if attributes.get("__module__") == self._module:  # others are looked at where they are defined
+                    yield from self._members(name, value, attributes)
+            elif not name.startswith("__"):
+                yield from self._inside(name, value)
 
+    def _members(self, owner_name: str, owner: object, attributes: Mapping[str, object]) -> Iterator[Alias]:
+        for name, member in list(attributes.items()):
+            place, inner = f"{owner_name}.{name}", inner_function(member)
+            if id(member) in self._wanted:
+                yield Alias(member, self._module, place, attribute_setter(owner, name))
+            if inner is not member and id(inner) in self._wanted:
+                yield Alias(inner, self._module, place, attribute_setter(owner, name, type(member)))
+            if type(inner) is FunctionType or not name.startswith("__"):
+                yield from self._inside(place, inner)
 
-def _attribute_setter(holder: object, name: str, wrapper: type[Any] | None = None) -> Callable[[object], None]:
-    def replace(value: object) -> None:
-        try:
-            setattr(holder, name, value if wrapper is None or isinstance(value, wrapper) else wrapper(value))
-        except (AttributeError, TypeError) as error:
-            raise PatchError(f"{name} of {holder!r} cannot be changed: {error}") from error
-
-    return replace
-
-
-def _default_setter(function: FunctionType, key: int | str) -> Callable[[object], None]:
-    def replace(value: object) -> None:
-        if isinstance(key, str):
-            function.__kwdefaults__ = {**(function.__kwdefaults__ or {}), key: value}
-        else:
-            values = function.__defaults__ or ()
-            function.__defaults__ = (*values[:key], value, *values[key + 1 :])
-
-    return replace
+    def _inside(self, place: str, value: object) -> Iterator[Alias]:
+        if type(value) is FunctionType and value.__module__ != self._module:
+            return  # it is looked at where it is defined
+        if id(value) not in self._seen:
+            self._seen.add(id(value))
+            for holding in holdings(value, self._wanted):
+                yield Alias(holding.held, self._module, f"{place}{holding.place}", holding.replace)

@@ -157,8 +157,12 @@ class _PatchingLoader:
             name = module.__spec__.name
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
+        before = sys.modules.get(name)
         self._loader.exec_module(module)
-        self._finder.run(name, sys.modules.get(name, module))  # some modules put another object into their place
+        after = sys.modules.get(name, module)  # some modules put another object into their place
+        # Who runs a module by hand may keep it to himself: the one in sys.modules has its patches.
+        is_private = before is not module and after is before
+        self._finder.run(name, module if is_private else after)
 
     def __getattr__(self, name: str) -> Any:
         """Hand through what else a loader can do."""

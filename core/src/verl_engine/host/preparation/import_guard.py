@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Literal
 
-from verl_engine.contract.errors import ImportOrderError, PatchError, PreparationConflictError
+from verl_engine.contract.errors import HookError, ImportOrderError, PatchError, PreparationConflictError
 from verl_engine.host.preparation.importers import first_loaded
 from verl_engine.host.preparation.owner import preparing
-from verl_engine.host.preparation.patch_promises import PatchPromises
+from verl_engine.host.preparation.patch_promises import PatchPromises, checked_promises
 from verl_engine.host.preparation.process_history import attributing_imports, explain_import
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from verl_engine.contract.backend import BackendSpec
+    from verl_engine.contract.backend import BackendSpec, PatchPromise
     from verl_engine.contract.engine_config import EngineConfig
 
 _UNSET = object()
@@ -31,7 +31,7 @@ class Preparation:
         self.spec = spec
         self.config = config
         self.pid = os.getpid()
-        self.promises = PatchPromises(label, spec.promised_patches(config))
+        self.promises = PatchPromises(label, _promised_patches(label, spec, config))
         self.state: Literal["running", "done", "failed"] = "running"
         self.failure = ""
 
@@ -126,7 +126,7 @@ def prepare(backend: object, label: str, spec: BackendSpec, config: EngineConfig
     preparation = Preparation(backend, label, spec, config)
     for other in _preparations.values():
         preparation.check_other(other)
-    _check_order(label, spec)
+    _check_order(backend, label, spec)
     _preparations[id(backend)] = preparation
     try:
         preparation.run(hook)
@@ -156,11 +156,20 @@ def require_preparation(backend: object, label: str, spec: BackendSpec) -> Prepa
     return found
 
 
-def _check_order(label: str, spec: BackendSpec) -> None:
+def _promised_patches(label: str, spec: BackendSpec, config: EngineConfig) -> tuple[PatchPromise, ...]:
+    try:
+        promises: object = spec.promised_patches(config)
+    except Exception as cause:  # a stranger's function can raise anything
+        raise HookError(f"{label}: SPEC.patches(config) failed: {type(cause).__name__}: {cause}") from cause
+    return checked_promises(promises, label)
+
+
+def _check_order(backend: object, label: str, spec: BackendSpec) -> None:
+    own: str = getattr(backend, "__name__", type(backend).__module__)
     for root in spec.must_precede:
         name = first_loaded(root)
         if name is not None:
             raise ImportOrderError(
                 f"{label} must prepare the process before {root} is imported, but {name} is there already, "
-                f"{explain_import(name)}"
+                f"{explain_import(name, own.partition('.')[0])}"
             )

@@ -27,11 +27,12 @@ def first_loaded(root: str) -> str | None:
     return root if root in found else next(iter(found), None)
 
 
-def find_importers(name: str) -> list[list[ImportSite]]:
+def find_importers(name: str, idle: str = "") -> list[list[ImportSite]]:
     """Find who imported a module, who imported that one, and so on.
 
     Args:
         name: a module in ``sys.modules``.
+        idle: a package whose functions are known not to have run.
     Returns:
         The direct importer first. Where none is sure, the last link has those that may have done it inside a function.
         Empty where no source tells, as when code without source imported it.
@@ -42,7 +43,7 @@ def find_importers(name: str) -> list[list[ImportSite]]:
     chain: list[list[ImportSite]] = []
     current = name
     while len(chain) < _LONGEST_CHAIN:
-        sites = _importers(current)
+        sites = _importers(current, idle)
         if not sites or sites in chain:
             break
         chain.append(sites)
@@ -52,11 +53,14 @@ def find_importers(name: str) -> list[list[ImportSite]]:
     return _from_earlier_line(name, chain)
 
 
-def describe_importers(name: str) -> str:
-    """Say in words who imported a module."""
-    chain = find_importers(name)
+def describe_importers(name: str, idle: str = "") -> str:
+    """Say in words who imported a module; the arguments are those of `find_importers`."""
+    chain = find_importers(name, idle)
     if not chain:
-        unknown = "code whose source is not at hand, such as an interactive session, exec() or a compiled module"
+        unknown = (
+            "code whose source is not at hand or does not name it, such as an interactive session, exec(), a compiled "
+            "module, or import_module() with a name that is made up"
+        )
         return f"imported by {unknown}"
     return ", which was ".join(map(_describe_link, chain))
 
@@ -72,13 +76,13 @@ def _loaded() -> list[tuple[str, ModuleType]]:
     return [(name, module) for name, module in entries if module is not None]
 
 
-def _importers(name: str) -> list[ImportSite]:
+def _importers(name: str, idle: str) -> list[ImportSite]:
     """The one importer that is sure, or else those that may be."""
     possible: list[ImportSite] = []
     for key, module in _in_order_of_likelihood(name):
         for site in import_sites(key, module, name):
             if not site.runs_at_import:
-                if key not in (other.importer for other in possible):
+                if not is_within(key, idle) and key not in (other.importer for other in possible):
                     possible.append(site)
             elif key == MAIN:  # it was there before Python's own start-up, which may have done it sooner
                 return sites_at_start_up(name) or [site]

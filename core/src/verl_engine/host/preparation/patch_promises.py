@@ -7,7 +7,8 @@ from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING
 
-from verl_engine.contract.errors import PatchError
+from verl_engine.contract.backend import PatchPromise
+from verl_engine.contract.errors import HookError, PatchError
 from verl_engine.host.preparation import patch_record
 from verl_engine.host.preparation.aliases import find_aliases, inner_function
 from verl_engine.host.preparation.first_import import Phase, run_after_import, stop_waiting, waits_for
@@ -20,8 +21,30 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import ModuleType
 
-    from verl_engine.contract.backend import PatchPromise
     from verl_engine.host.preparation.patch_record import How
+
+
+def checked_promises(promises: object, label: str) -> tuple[PatchPromise, ...]:
+    """Check what a backend promises to patch.
+
+    Args:
+        promises: ``BackendSpec.patches``, or what it returned for a config.
+        label: names the backend in messages.
+    Raises:
+        HookError: it is no tuple of `PatchPromise`, or one names nothing that can be patched.
+    """
+    if not isinstance(promises, tuple):
+        raise HookError(
+            f"{label}: SPEC.patches={promises!r} must be a tuple of PatchPromise, or a function of the config"
+        )
+    for promise in promises:
+        if not isinstance(promise, PatchPromise):
+            raise HookError(f"{label}: SPEC.patches holds {promise!r}; write PatchPromise('module:name', 'why')")
+        try:
+            Target.parse(promise.target)
+        except PatchError as error:
+            raise HookError(f"{label}: SPEC.patches: {error}") from error
+    return promises
 
 
 class PatchPromises:
@@ -52,19 +75,7 @@ class PatchPromises:
             PatchError: names each promise that is not, or each stale alias.
         """
         self.check_names()
-        owners = {
-            id(same): target
-            for target in self.targets
-            for original in patch_record.replaced_objects(target)
-            for same in (original, inner_function(original))
-        }
-        originals = [original for target in self.targets for original in patch_record.replaced_objects(target)]
-        stale = [
-            f"{alias} holds the original of {target}"
-            for alias in find_aliases(originals)  # all in one search: it takes a tenth of a second
-            for target in [owners[id(alias.held)]]
-            if not any(is_within(alias.module, keeper) for keeper in self.targets[target].kept_by)
-        ]
+        stale = self._stale_aliases()
         if stale:
             raise PatchError(
                 f"{self._label} patched too late for some: {'; '.join(stale)}. Patch at the first import "
@@ -78,7 +89,7 @@ class PatchPromises:
         Raises:
             PatchError: one holds its original.
         """
-        faults = [fault for target in self.targets if (fault := self._fault(target))]
+        faults = [fault for target in self.targets if (fault := self._fault(target, target.get()))]
         if faults:
             raise PatchError(f"{self._label} did not keep what it promises in BackendSpec.patches: {'; '.join(faults)}")
         for target in self.targets:
@@ -100,20 +111,36 @@ class PatchPromises:
     def _check_import(self, targets: list[Target], module: ModuleType) -> None:
         if not self._is_settled:  # a patcher that imports first and patches then is at work
             return
-        faults = [fault for target in targets if (fault := self._fault(target))]
-        if faults:
+        faults = [fault for target in targets if (fault := self._fault(target, target.get_in(module)))]
+        if faults or (faults := self._stale_aliases([module.__name__])):
             raise PatchError(
                 f"importing {module.__name__} now would leave it unpatched for {self._label}: {'; '.join(faults)}"
             )
         for target in targets:
             self._record(target)
 
-    def _fault(self, target: Target) -> str:
-        if target.module not in sys.modules:
+    def _stale_aliases(self, modules: Iterable[str] | None = None) -> list[str]:
+        """Say who holds an original; all in one search, which takes a quarter of a second over all modules."""
+        owners = {
+            id(same): target
+            for target in self.targets
+            for original in patch_record.replaced_objects(target)
+            for same in (original, inner_function(original))
+        }
+        originals = [original for target in self.targets for original in patch_record.replaced_objects(target)]
+        replacements = [target.get() for target in self.targets]
+        return [
+            f"{alias} holds the original of {target}"
+            for alias in find_aliases(originals, replacements, modules)
+            for target in [owners[id(alias.held)]]
+            if not any(is_within(alias.module, keeper) for keeper in self.targets[target].kept_by)
+        ]
+
+    def _fault(self, target: Target, current: object) -> str:
+        if current is ABSENT and target.module not in sys.modules:
             if waits_for(target.module, self._label):
                 return ""
             return f"{target} is not patched: {target.module} is not imported, and no patch waits for its import"
-        current = target.get()
         if current is ABSENT:
             return f"{target} is not there"
         if any(current is former for former in patch_record.replaced_objects(target)):

@@ -41,7 +41,7 @@ def patch(target: str, make: Callable[[Any], object]) -> None:
         if original is ABSENT:
             raise PatchError(f"{name} is not there to be patched for {current_owner()}; is this another version of it?")
         replacement = make(original)
-        name.set(replacement)
+        name.set_in(module, replacement)
         how: How = "preparation" if is_preparing() else "first import"
         patch_record.note_patch(name, current_owner(), original, replacement, how)
 

@@ -54,13 +54,14 @@ def importing_backend(name: str) -> str | None:
     return _history.imported_by.get(name)
 
 
-def explain_import(name: str) -> str:
+def explain_import(name: str, own: str = "") -> str:
     """Say who imported a module, and what to do so that it is imported later.
 
     Args:
         name: a module in ``sys.modules``.
+        own: the top-level package of the backend that is not prepared yet, so that no function of it has run.
     """
-    who = describe_importers(name)
+    who = describe_importers(name, own)
     fork = _explain_fork(name)
     backend = importing_backend(name)
     if fork:

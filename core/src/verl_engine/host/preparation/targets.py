@@ -65,9 +65,14 @@ class Target(NamedTuple):
         Raises:
             PatchError: there is no such module or class, or it cannot be changed.
         """
+        self.set_in(sys.modules.get(self.module), value)
+
+    def set_in(self, module: ModuleType | None, value: object) -> None:
+        """As `set`, in a module that is perhaps not in ``sys.modules``."""
         owner_path, _, name = self.path.rpartition(".")
-        module = sys.modules.get(self.module)
-        owner = module if not owner_path else Target(self.module, owner_path).get()
+        owner: object = module
+        if module is not None and owner_path:
+            owner = Target(self.module, owner_path).get_in(module)
         if owner is None or owner is ABSENT:
             raise PatchError(
                 f"{self} cannot be patched: there is no {self.module}{f':{owner_path}' * bool(owner_path)}"

@@ -74,6 +74,28 @@ def rank_without_data(bench: Bench) -> None:
     bench.require_everywhere(error <= TOLERANCE, f"with empty micro-batches the gradient is off by {error:.3g}")
 
 
+def tied(bench: Bench) -> None:
+    """Where the output layer is the embedding, the gradient is the sum over both uses."""
+    _check_shares(bench, "tied", 1.0)
+
+
+def temperature(bench: Bench) -> None:
+    """In training as in inference, the temperature divides the logits."""
+    _check_shares(bench, "plain", 0.5)
+
+
+def _check_shares(bench: Bench, kind: str, at: float) -> None:
+    """Compare one gradient with the reference, for a kind of model and a temperature."""
+    sequences = make_sequences(NUM_SEQUENCES)
+    probe = bench.probe(kind)
+    num_micro_batches = NUM_SEQUENCES if "packed_batches" in bench.gaps else 3
+    found = probe.gradient(probe.driver.share(sequences, num_micro_batches), temperature=at)
+    error = relative_error(found, reference_gradient(bench.model(kind), sequences, at))
+    bench.require_everywhere(
+        error <= TOLERANCE, f"the gradient of the {kind} model at temperature {at} is off by {error:.3g}"
+    )
+
+
 def report(bench: Bench) -> None:
     """Loss, metrics and counts of a step are those of the global batch, on every rank."""
     sequences = make_sequences(NUM_SEQUENCES)
@@ -158,6 +180,8 @@ CHECKS = (
     Check("accumulation/one_rank", (one_rank(one_rank_splits),)),
     Check("accumulation/all_ranks", (all_ranks(drawn_splits),), ("multi_rank",)),
     Check("accumulation/rank_without_data", (all_ranks(rank_without_data),), ("multi_rank",)),
+    Check("accumulation/tied", (all_ranks(tied),)),
+    Check("accumulation/temperature", (all_ranks(temperature),)),
     Check("accumulation/report", (all_ranks(report),)),
     Check("accumulation/bf16", (all_ranks(bf16),), ("bf16",)),
 )

@@ -66,9 +66,9 @@ class Bench:
             raise SkipCheckError(f"the backend refuses the {kind} model that this takes: {refusal}")
         return found
 
-    def probe(self, **settings: Any) -> GradientProbe:
+    def probe(self, kind: str = "plain", **settings: Any) -> GradientProbe:
         """Build an engine whose gradient can be read."""
-        return GradientProbe(lambda: self.driver(**{**PROBE_SETTINGS, **settings}), self.gaps)
+        return GradientProbe(lambda: self.driver(kind, **{**PROBE_SETTINGS, **settings}), self.gaps)
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, in rank order. Collectives: one."""

@@ -50,9 +50,11 @@ class Driver:
         """Return the engine's snapshots, none taken yet."""
         return Snapshots(self.host, self.engine)
 
-    def step(self, micro_batches: list[list[Sequence]], loss_fn: LossFn = weighted_loss) -> StepReport:
+    def step(
+        self, micro_batches: list[list[Sequence]], loss_fn: LossFn = weighted_loss, temperature: float = 1.0
+    ) -> StepReport:
         """Make one optimizer step over this rank's micro-batches."""
-        return self._worker.train_batch(micro_batches, loss_fn)
+        return self._worker.train_batch(micro_batches, loss_fn, temperature)
 
     def train(self, sequences: list[Sequence]) -> StepReport:
         """Make one optimizer step over a global batch, in two micro-batches a rank."""

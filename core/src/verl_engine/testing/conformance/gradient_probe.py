@@ -62,9 +62,11 @@ class GradientProbe:
         if self._snapshots is not None:
             self._snapshots.save("start")
 
-    def gradient(self, micro_batches: list[list[Sequence]], loss_fn: LossFn = weighted_loss) -> dict[str, torch.Tensor]:
+    def gradient(
+        self, micro_batches: list[list[Sequence]], loss_fn: LossFn = weighted_loss, temperature: float = 1.0
+    ) -> dict[str, torch.Tensor]:
         """Return the whole gradient over this rank's micro-batches, as the optimizer gets it after clipping."""
-        self.report = self.driver.step(micro_batches, loss_fn)
+        self.report = self.driver.step(micro_batches, loss_fn, temperature)
         after = self.driver.weights()
         found = {name: ((self.start[name].double() - after[name].double()) / _FACTOR).float() for name in after}
         self._put_back()

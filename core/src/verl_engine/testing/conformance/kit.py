@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from contextlib import AbstractContextManager
@@ -41,12 +42,14 @@ class ConformanceKit(AbstractContextManager["ConformanceKit"]):
             ranks: how many there are where a check wants several.
             timeout_s: for each step of a check; ranks that are silent then are named and killed.
         Raises:
-            ConfigError: `ranks` is below 1, or the settings do not fit.
+            ConfigError: `ranks` is below 1, `timeout_s` is no time, or the settings do not fit.
             UnknownPluginError: nothing installed has the name.
             DuplicatePluginError: two distributions have it.
         """
         if ranks < 1:
             raise ConfigError(f"ranks={ranks} must be at least 1")
+        if not 0 < timeout_s < math.inf:
+            raise ConfigError(f"timeout={timeout_s} must be a number of seconds above 0")
         entry = find_plugin(BACKENDS_GROUP, backend)
         self.version = f"{entry.distribution} {entry.version}"
         self.ranks = ranks

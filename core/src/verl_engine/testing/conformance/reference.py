@@ -71,7 +71,7 @@ def masked_log_probs(model: Any, sequence: Sequence, temperature: float = 1.0) -
     return torch.where(torch.from_numpy(sequence.loss_mask), log_probs, 0.0)
 
 
-def accumulate(model: Any, sequences: list[Sequence]) -> tuple[float, float]:
+def accumulate(model: Any, sequences: list[Sequence], temperature: float = 1.0) -> tuple[float, float]:
     """Add d(sum over tokens / number of loss tokens) of the global batch to the model's gradients.
 
     Returns:
@@ -81,7 +81,7 @@ def accumulate(model: Any, sequences: list[Sequence]) -> tuple[float, float]:
     total_loss, total_log_prob = 0.0, 0.0
     for sequence in sequences:
         mask = torch.from_numpy(sequence.loss_mask)
-        log_probs = sequence_log_probs(model, sequence)[mask]
+        log_probs = sequence_log_probs(model, sequence, temperature)[mask]
         loss = -(log_probs * torch.from_numpy(sequence.fields["weight"])[mask]).sum() / num_tokens
         loss.backward()
         total_loss += float(loss.detach())
@@ -89,10 +89,10 @@ def accumulate(model: Any, sequences: list[Sequence]) -> tuple[float, float]:
     return total_loss, total_log_prob
 
 
-def reference_gradient(folder: Path, sequences: list[Sequence]) -> dict[str, torch.Tensor]:
+def reference_gradient(folder: Path, sequences: list[Sequence], temperature: float = 1.0) -> dict[str, torch.Tensor]:
     """Return the gradient of a global batch, computed in float64."""
     model = load_reference(folder).double()
-    accumulate(model, sequences)
+    accumulate(model, sequences, temperature)
     return {name: parameter.grad.float() for name, parameter in model.named_parameters()}
 
 

@@ -226,7 +226,6 @@ def test_a_broken_backend_breaks_no_other(site: Path, report: Any, chosen: tuple
 @pytest.mark.parametrize(
     ("name", "text", "mend"),
     [
-        ("fsdp_turbo", "backend 'fsdp_turbo' is not installed", "python -m pip install verl-fsdp-turbo"),
         ("tooy", "did you mean toy?", None),
         ("raising", "importing raising_hooks failed: RuntimeError: a bug", None),
         ("elsewhere", "it runs on npu; this machine has cpu", None),

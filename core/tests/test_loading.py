@@ -52,11 +52,7 @@ def test_the_config_field_is_named() -> None:
     ("group", "name", "distribution"),
     [
         (BACKENDS_GROUP, "fsdp2", "verl-fsdp"),
-        (BACKENDS_GROUP, "fsdp", "verl-fsdp"),
-        (BACKENDS_GROUP, "fsdp_turbo", "verl-fsdp-turbo"),
-        (BACKENDS_GROUP, "megatron", "verl-megatron-mindspeed"),
         ("verl_async.rollouts", "embedded", "verl-async"),
-        ("verl_async.rollouts", "vllm", "verl-vllm"),
         (COMMANDS_GROUP, "train", "verl-async"),
     ],
 )
@@ -72,16 +68,16 @@ def test_a_slip_in_one_of_our_names_gives_the_command_too(tmp_path: Path, monkey
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     with pytest.raises(
         UnknownPluginError,
-        match=r"did you mean megatron \(not installed: python -m pip install verl-megatron-mindspeed\)\?",
+        match=r"did you mean fsdp2 \(not installed: python -m pip install verl-fsdp\)\?",
     ):
-        load_plugin(BACKENDS_GROUP, "Megatrn")
+        load_plugin(BACKENDS_GROUP, "FSDP")
 
 
 def test_one_of_ours_that_an_old_version_lacks_is_upgraded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_distribution(tmp_path, "verl-fsdp", {BACKENDS_GROUP: {"fsdp2": "x"}}, version="0.0.1")
+    write_distribution(tmp_path, "verl-fsdp", {BACKENDS_GROUP: {"fsdp0": "x"}}, version="0.0.1")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     with pytest.raises(UnknownPluginError, match=r"not in verl-fsdp 0\.0\.1; .* --upgrade verl-fsdp"):
-        load_plugin(BACKENDS_GROUP, "fsdp")
+        load_plugin(BACKENDS_GROUP, "fsdp2")
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_all_names_follow_from_one(name: str, expected: BackendNames) -> None:
         ("json", "NAME='json' is the name of another module, which the new package would hide"),
         ("mindspeed", "NAME='mindspeed' is the name of another module"),  # installed or not
         ("tests", "choose another, such as tests_engine"),
-        ("fsdp_turbo", "NAME='fsdp_turbo' is taken by the distribution verl-fsdp-turbo"),
+        ("fsdp2", "NAME='fsdp2' is taken by the distribution verl-fsdp"),
         ("pluggy", "NAME='pluggy' is taken by the distribution pluggy"),
     ],
 )

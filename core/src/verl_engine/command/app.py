@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from verl_engine import __version__
 from verl_engine.contract.errors import EngineError
@@ -77,6 +77,10 @@ def _dispatch(options: argparse.Namespace, words: Sequence[str]) -> int:
     return run_contributed(words[0], words[1:], PROGRAM, built_in=OWN_COMMANDS)
 
 
+_TOLD_IN_FULL: Final = {"pydantic_core", "omegaconf", "yaml"}
+"""Libraries whose complaints about a config are in the message already; their tracebacks would only puzzle."""
+
+
 def _print_error(error: EngineError, wants_traceback: bool) -> None:
     from rich.console import Console  # slow to import and only needed for errors
     from rich.text import Text  # as above
@@ -87,5 +91,5 @@ def _print_error(error: EngineError, wants_traceback: bool) -> None:
         import traceback  # as above
 
         traceback.print_exception(error)
-    elif error.__cause__ is not None:
+    elif error.__cause__ is not None and type(error.__cause__).__module__.partition(".")[0] not in _TOLD_IN_FULL:
         console.print(Text("The whole traceback: set VERL_ENGINE_DEBUG=1 and run it again.", style="dim"))

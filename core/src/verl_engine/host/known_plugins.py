@@ -16,17 +16,12 @@ KINDS: Final = {
 
 KNOWN_PLUGINS: Final = {
     (BACKENDS_GROUP, "fsdp2"): "verl-fsdp",
-    (BACKENDS_GROUP, "fsdp"): "verl-fsdp",
-    (BACKENDS_GROUP, "fsdp_turbo"): "verl-fsdp-turbo",
-    (BACKENDS_GROUP, "megatron"): "verl-megatron-mindspeed",
     (_ROLLOUTS_GROUP, "embedded"): "verl-async",
-    (_ROLLOUTS_GROUP, "vllm"): "verl-vllm",
     (OBSERVERS_GROUP, "timing"): "verl-engine-core",
     (COMMANDS_GROUP, "train"): "verl-async",
     (COMMANDS_GROUP, "sft"): "verl-async",
-    (COMMANDS_GROUP, "plan"): "verl-async",
 }
-"""Distribution that offers each name of a group."""
+"""Distribution that offers each name of a group; a new plugin adds its own when it is there to be installed."""
 
 
 def kind_of(group: str) -> str:

@@ -9,13 +9,15 @@ import hashlib
 import json
 import shutil
 import sys
+import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import nox
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).parent
 CONSTRAINTS = "constraints/cpu.txt"
@@ -78,7 +80,7 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", ".")
     sources = ":".join(str(ROOT / package / "src") for package in PACKAGES)
     session.run("lint-imports", env={"PYTHONPATH": sources})
-    with session.chdir(_write_new_backend(session, env={"PYTHONPATH": sources})):
+    with _in_new_backend(session, env={"PYTHONPATH": sources}):
         session.run("ruff", "check", ".")
         session.run("ruff", "format", "--check", ".")
 
@@ -88,7 +90,7 @@ def typecheck(session: nox.Session) -> None:
     """Static types (mypy, strict) of packages and tests."""
     _install(session, "nox", *TEST_TOOLS, *TYPE_TOOLS)
     session.run("mypy")
-    with session.chdir(_write_new_backend(session)):
+    with _in_new_backend(session):
         session.run("mypy", env={"MYPYPATH": "src"})
 
 
@@ -140,14 +142,19 @@ def real_model(session: nox.Session) -> None:
     session.run("python", "recipes/chain_sum_check.py", str(training), env=environment)
 
 
-def _write_new_backend(session: nox.Session, env: dict[str, str] | None = None) -> Path:
-    """Write a new backend, whose code must meet the standards of its own pyproject."""
-    folder = Path(session.create_tmp()) / "my-engine"
-    shutil.rmtree(folder, ignore_errors=True)
-    session.run(
-        "python", "-m", "verl_engine", "new-backend", "my_engine", "--output", str(folder), env=env, silent=True
-    )
-    return folder
+@contextmanager
+def _in_new_backend(session: nox.Session, env: dict[str, str] | None = None) -> Iterator[None]:
+    """Write a new backend, whose code must meet the standards of its own pyproject, and work in its folder.
+
+    Not below .nox: ruff leaves that folder out, and would find nothing to check.
+    """
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "my-engine"
+        session.run(
+            "python", "-m", "verl_engine", "new-backend", "my_engine", "--output", str(folder), env=env, silent=True
+        )
+        with session.chdir(folder):
+            yield
 
 
 def _install(session: nox.Session, *tools: str) -> None:

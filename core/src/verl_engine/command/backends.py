@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from verl_engine.command.parser import command_parser
 from verl_engine.contract.names import BACKENDS_GROUP, PLUGIN_API_VERSION
 from verl_engine.host.catalog import list_plugins, pip_install
 
@@ -36,13 +36,7 @@ def run(arguments: Sequence[str], program: str) -> int:
     Returns:
         The exit code.
     """
-    parser = argparse.ArgumentParser(
-        program,
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser(program, DESCRIPTION, EXAMPLES)
     parser.add_argument("--json", action="store_true", help="print one JSON list instead of a table")
     options = parser.parse_args(arguments)
     entries = list_plugins(BACKENDS_GROUP)

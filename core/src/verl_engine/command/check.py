@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.util
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from verl_engine.command.parser import command_parser
 from verl_engine.contract.config_file import read_overrides
 from verl_engine.contract.errors import ConfigError, PluginImportError
 from verl_engine.host.catalog import pip_install
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
     from verl_engine.testing.conformance.check import Check, Outcome
@@ -81,13 +82,7 @@ def run(arguments: Sequence[str], program: str) -> int:
 
 
 def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        program,
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser(program, DESCRIPTION, EXAMPLES)
     parser.add_argument("name", metavar="NAME", help="the backend, as `verl-engine backends` lists it")
     parser.add_argument(
         "settings", metavar="FIELD=VALUE", nargs="*", default=[], help="fields of the engine section, for every engine"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from verl_engine.command.backend_names import BackendNames
 from verl_engine.command.backend_template import write_project
+from verl_engine.command.parser import command_parser
 from verl_engine.contract.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,13 +38,7 @@ def run(arguments: Sequence[str], program: str) -> int:
     Raises:
         ConfigError: the name cannot be used, or the folder is there already; nothing was written.
     """
-    parser = argparse.ArgumentParser(
-        program,
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser(program, DESCRIPTION, EXAMPLES)
     parser.add_argument("name", metavar="NAME", help="name of the backend: lower-case letters, digits, - and _")
     parser.add_argument("--output", metavar="DIR", help="folder to make; by default the name, in the current folder")
     options = parser.parse_args(arguments)

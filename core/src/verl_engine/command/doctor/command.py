@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from verl_engine.command.doctor.examination import examine
+from verl_engine.command.parser import command_parser
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,13 +51,7 @@ def run(arguments: Sequence[str], program: str) -> int:
 
 
 def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        program,
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser(program, DESCRIPTION, EXAMPLES)
     parser.add_argument("--backend", metavar="NAME", help="look at one backend more closely")
     parser.add_argument("--patches", action="store_true", help="prepare a process and show what is patched in it")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")

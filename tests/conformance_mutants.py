@@ -183,6 +183,7 @@ MUTANTS = {
         Mutant("mutant_left_in_eval_mode", "LeftInEvalMode"),
         Mutant("mutant_mixed_sequences", "MixedSequences"),
         Mutant("mutant_offload_loses_optimizer", "OffloadLosesOptimizer"),
+        Mutant("mutant_positions_go_on", "PositionsGoOn"),
         Mutant("mutant_random_seed", "RandomSeed"),
         Mutant("mutant_schedule_not_resumed", "ScheduleNotResumed"),
         Mutant("mutant_stale_export", "StaleExport"),

@@ -152,6 +152,14 @@ class MixedSequences(Fsdp2Engine):
         return super().forward(dataclasses.replace(batch, lengths=(batch.num_tokens,)), temperature)
 
 
+class PositionsGoOn(Fsdp2Engine):
+    """Numbers the tokens of a micro-batch through, as if it were one sequence."""
+
+    def forward(self, batch: PackedBatch, temperature: float) -> TokenOutput:
+        through = torch.arange(batch.num_tokens)
+        return super().forward(dataclasses.replace(batch, position_ids=through), temperature)
+
+
 class RandomSeed(Fsdp2Engine):
     """Draws its own seed."""
 

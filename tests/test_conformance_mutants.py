@@ -41,6 +41,7 @@ CASES: Final = {
     "held_gradients_kept": Case("recovery/middle_micro_batch", "after an exception", "recovery/first_micro_batch"),
     "bf16_accumulation": Case("accumulation/bf16", "not float32", "accumulation/report"),
     "mixed_sequences": Case("log_probs/together", "nats", "log_probs/temperature"),
+    "positions_go_on": Case("log_probs/positions", "nats", "log_probs/temperature"),
     "clip_after_step": Case("optimizer/clipping", "the gradient applied is off", "optimizer/schedules"),
     "clip_by_local_norm": Case("optimizer/clipping", "the gradient applied is off", "optimizer/schedules"),
     "decayed_norms": Case("optimizer/adamw", "norms were", "optimizer/clipping"),

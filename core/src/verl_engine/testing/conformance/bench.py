@@ -37,7 +37,8 @@ class Bench:
         """Return a tiny model's folder, written when it is first asked for.
 
         Args:
-            kind: ``plain``, ``other`` (the same with other weights), ``tied``, ``dropout`` or ``buffered``.
+            kind: ``plain``, ``other`` (the same with other weights), ``tied``, ``dropout``, ``buffered`` or
+                ``absolute`` (with learnt absolute positions).
         """
         from verl_engine.testing.conformance.models import write_model  # imports transformers
 

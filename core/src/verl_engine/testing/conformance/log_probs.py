@@ -22,6 +22,12 @@ def together(bench: Bench) -> None:
     _compare(bench, sequences, bench.driver().infer(sequences), 1.0)
 
 
+def positions(bench: Bench) -> None:
+    """Positions begin anew with each sequence of a micro-batch, on a model that knows where it begins."""
+    sequences = make_sequences(3)  # 37 tokens in all: the model has positions for them even where they go on
+    _compare(bench, sequences, bench.driver("absolute").infer(sequences), 1.0, "absolute")
+
+
 def temperature(bench: Bench) -> None:
     """The temperature divides the logits."""
     sequences = make_sequences(1)
@@ -38,8 +44,10 @@ def without_loss(bench: Bench) -> None:
     bench.require_everywhere(driver.infer([]) == [], "an empty micro-batch gave log-probs")
 
 
-def _compare(bench: Bench, sequences: list[Sequence], found: list[torch.Tensor], at: float) -> None:
-    model = load_reference(bench.model())
+def _compare(
+    bench: Bench, sequences: list[Sequence], found: list[torch.Tensor], at: float, kind: str = "plain"
+) -> None:
+    model = load_reference(bench.model(kind))
     expected = [masked_log_probs(model, sequence, at) for sequence in sequences]
     _, worst = furthest(dict(enumerate(found)), dict(enumerate(expected)))
     bench.require_everywhere(
@@ -49,6 +57,7 @@ def _compare(bench: Bench, sequences: list[Sequence], found: list[torch.Tensor],
 
 CHECKS = (
     Check("log_probs/together", (all_ranks(together),), ("packed_batches",)),
+    Check("log_probs/positions", (all_ranks(positions),), ("packed_batches",)),
     Check("log_probs/temperature", (all_ranks(temperature),)),
     Check("log_probs/without_loss", (all_ranks(without_loss),)),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from verl_engine.testing.tiny_models import write_tiny_model
+from verl_engine.testing.tiny_models import write_absolute_position_model, write_tiny_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,6 +17,8 @@ def write_model(folder: Path, kind: str) -> None:
         from verl_engine.testing.buffered_model import write_buffered_model
 
         write_buffered_model(partial)
+    elif kind == "absolute":
+        write_absolute_position_model(partial)
     else:
         write_tiny_model(
             partial,

@@ -54,8 +54,8 @@ class Mutant:
         self._engine_class = engine_class
 
     @hookimpl
-    def engine_create(self, config: Fsdp2Config, model_folder: Path, role: str) -> Any:
-        return getattr(importlib.import_module("tests.mutant_engines"), self._engine_class)(config, model_folder, role)
+    def engine_create(self, config: Fsdp2Config, model_folder: Path) -> Any:
+        return getattr(importlib.import_module("tests.mutant_engines"), self._engine_class)(config, model_folder)
 
     @hookimpl
     def engine_gradient_sync(self, engine: Any, is_last_micro_batch: bool) -> AbstractContextManager[None]:

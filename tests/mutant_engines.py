@@ -32,19 +32,19 @@ __all__ = ["Fsdp2Engine"]
 class WrongScale(Fsdp2Engine):
     """Forgets that fully_shard averages over the ranks."""
 
-    def __init__(self, config: Fsdp2Config, model_folder: Path, role: str) -> None:
-        super().__init__(config, model_folder, role)
+    def __init__(self, config: Fsdp2Config, model_folder: Path) -> None:
+        super().__init__(config, model_folder)
         self.gradient_divisor = 1
 
 
 class Bf16Accumulation(Fsdp2Engine):
     """Reduces, and so accumulates, in bfloat16."""
 
-    def __init__(self, config: Fsdp2Config, model_folder: Path, role: str) -> None:
+    def __init__(self, config: Fsdp2Config, model_folder: Path) -> None:
         dtype = getattr(torch, config.param_dtype)
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
         with mock.patch("verl_fsdp.parallelize.MixedPrecisionPolicy", return_value=policy):
-            super().__init__(config, model_folder, role)
+            super().__init__(config, model_folder)
 
 
 class HookNotEntered(Fsdp2Engine):
@@ -103,8 +103,8 @@ class SkipOnOneRank(Fsdp2Engine):
 class DecayedNorms(Fsdp2Engine):
     """Weight decay on norms and biases too."""
 
-    def __init__(self, config: Fsdp2Config, model_folder: Path, role: str) -> None:
-        super().__init__(config, model_folder, role)
+    def __init__(self, config: Fsdp2Config, model_folder: Path) -> None:
+        super().__init__(config, model_folder)
         for group in self.optimizer.param_groups:
             group["weight_decay"] = config.weight_decay
 
@@ -163,8 +163,8 @@ class PositionsGoOn(Fsdp2Engine):
 class RandomSeed(Fsdp2Engine):
     """Draws its own seed."""
 
-    def __init__(self, config: Fsdp2Config, model_folder: Path, role: str) -> None:
-        super().__init__(config, model_folder, role)
+    def __init__(self, config: Fsdp2Config, model_folder: Path) -> None:
+        super().__init__(config, model_folder)
         torch.seed()
 
 
@@ -221,13 +221,13 @@ class StaleExport(Fsdp2Engine):
 class TieBroken(Fsdp2Engine):
     """The output layer is a copy of the embedding that nobody trains."""
 
-    def __init__(self, config: Fsdp2Config, model_folder: Path, role: str) -> None:
+    def __init__(self, config: Fsdp2Config, model_folder: Path) -> None:
         module = load_model(config, model_folder)
         is_tied = module.lm_head.weight is module.model.embed_tokens.weight
         if is_tied:
             module.lm_head.weight = torch.nn.Parameter(module.lm_head.weight.detach().clone(), requires_grad=False)
         with mock.patch("verl_fsdp.engine.load_model", return_value=module):
-            super().__init__(config, model_folder, role)
+            super().__init__(config, model_folder)
         if is_tied:
             del self.parameters["lm_head.weight"]
 
@@ -260,8 +260,8 @@ class NoImport(Fsdp2Engine):
 class SavesWhatItLoaded(Fsdp2Engine):
     """Copies the folder that it was made from."""
 
-    def __init__(self, config: Fsdp2Config, model_folder: Path, role: str) -> None:
-        super().__init__(config, model_folder, role)
+    def __init__(self, config: Fsdp2Config, model_folder: Path) -> None:
+        super().__init__(config, model_folder)
         self._model_folder = model_folder
 
     def save_pretrained(self, folder: Path) -> None:

@@ -21,7 +21,7 @@ from verl_engine.host.distributions import Distribution
 if TYPE_CHECKING:
     from pathlib import Path
 
-SLOW = "cores here; ranks that share cores slow each other down tenfold;"
+SLOW = "cores here; ranks that share cores slow each other down badly;"
 PATCHING_HOOKS = """
 import toy_framework_names
 

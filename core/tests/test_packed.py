@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_engine.batch.packed import PackedBatch, SegmentRun, count_loss_tokens
+from verl_engine.batch.packed import PackedBatch, SegmentRun
 from verl_engine.batch.sequence import Sequence
 from verl_engine.contract.errors import BatchError
 
@@ -62,4 +62,4 @@ def test_unpack_undoes_packing(lengths: list[int]) -> None:
     batch = PackedBatch.from_sequences(sequences)
     for part, sequence in zip(batch.unpack(batch.input_ids), sequences, strict=True):
         assert torch.equal(part, torch.from_numpy(sequence.token_ids))
-    assert count_loss_tokens([sequences]) == int(batch.loss_mask.sum())
+    assert sum(sequence.num_loss_tokens for sequence in sequences) == int(batch.loss_mask.sum())

@@ -7,16 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from verl_engine.batch.sequence import Sequence
 from verl_engine.contract.errors import BatchError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +113,3 @@ class PackedBatch:
         for place, index in enumerate(self.order):
             result[index] = parts[place]
         return result
-
-
-def count_loss_tokens(micro_batches: Iterable[Iterable[Sequence]]) -> int:
-    """Count the tokens in the loss over the micro-batches of one rank."""
-    return sum(sequence.num_loss_tokens for sequences in micro_batches for sequence in sequences)

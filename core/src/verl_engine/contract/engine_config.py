@@ -17,7 +17,7 @@ class EngineConfig(StrictModel):
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
     """Where the model runs; ``auto`` takes an NPU or GPU where there is one, else the CPU."""
     num_threads: int = Field(default=1, ge=1)
-    """CPU threads of each rank. One by default: ranks that share cores slow each other down tenfold with more."""
+    """CPU threads of each rank. One by default: ranks that share cores slow each other down with more."""
     seed: int = Field(default=0, ge=0)
     """Seeds each rank's random numbers (dropout and the like)."""
     observers: tuple[str, ...] = ()

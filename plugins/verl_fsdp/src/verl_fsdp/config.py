@@ -17,7 +17,7 @@ class Fsdp2Config(EngineConfig):
     float32."""
     packing: bool = True
     """Lay the sequences of a micro-batch end to end with attention kept inside each. False pads them to the longest,
-    for models whose attention cannot be told where sequences end; several times slower on mixed lengths."""
+    for models whose attention cannot be told where sequences end; slower on mixed lengths."""
     gradient_sync: Literal["last_micro_batch", "every_micro_batch"] = "last_micro_batch"
     """When gradients are reduced over the ranks. At the last micro-batch only: least traffic, but each rank holds a
     whole float32 gradient (4 bytes a parameter) meanwhile. At each: 4 / ranks bytes a parameter, and one reduction for

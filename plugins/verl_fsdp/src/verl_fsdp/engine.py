@@ -31,9 +31,8 @@ class Fsdp2Engine(ModuleEngine):
 
     config: Fsdp2Config
 
-    def __init__(self, config: Fsdp2Config, model_folder: Path, role: str) -> None:
+    def __init__(self, config: Fsdp2Config, model_folder: Path) -> None:
         """Load the model, shard it over all ranks, build the optimizer. Collectives: those of a new device mesh."""
-        self.role = role
         device = Device.resolve(config.device, dist.get_rank())
         mesh = init_device_mesh(device.kind, (dist.get_world_size(),), mesh_dim_names=("dp",))
         module = load_model(config, model_folder)

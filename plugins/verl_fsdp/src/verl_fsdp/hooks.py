@@ -25,11 +25,11 @@ SPEC = BackendSpec(
 
 
 @hookimpl
-def engine_create(config: Fsdp2Config, model_folder: Path, role: str) -> Fsdp2Engine:
+def engine_create(config: Fsdp2Config, model_folder: Path) -> Fsdp2Engine:
     """Load a Hugging Face causal LM and shard it."""
     from verl_fsdp.engine import Fsdp2Engine
 
-    return Fsdp2Engine(config, model_folder, role)
+    return Fsdp2Engine(config, model_folder)
 
 
 @hookimpl

@@ -83,7 +83,7 @@ def _omp_num_threads(value: str | None, situation: Situation) -> str | None:
     if int(value) * situation.num_ranks > situation.cores:
         return (
             f"{value} threads x {situation.num_ranks} ranks are more than the {situation.cores} cores here; ranks that "
-            "share cores slow each other down tenfold; export OMP_NUM_THREADS="
+            "share cores slow each other down badly; export OMP_NUM_THREADS="
             f"{max(1, situation.cores // situation.num_ranks)}"
         )
     return None

@@ -47,7 +47,7 @@ class ActorResources:
             "num_cpus": 1,
             "num_gpus": self.share if self.accelerator == "GPU" else 0,
             "resources": {"NPU": self.share} if self.accelerator == "NPU" else {},
-            # Threads that spin on a core another rank works on slow both tenfold.
+            # Threads that spin on a core another rank works on slow both.
             "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(self.num_threads), "OMP_WAIT_POLICY": "PASSIVE"}},
         }
 

@@ -179,6 +179,7 @@ def test_figures_of_a_step_worked_by_hand() -> None:
         "truncated_ratio": 0.0,
         "staleness_mean": 0.0,
         "staleness_max": 0.0,
+        "fully_async/partial/max_partial_span": 0.0,
         "queue_size": 0.0,
         "weight_version": 2.0,
         "fully_async/count/stale_samples_processed": 0.0,
@@ -198,6 +199,7 @@ def test_figures_of_groups_worked_by_hand() -> None:
         "truncated_ratio": 0.0,
         "staleness_mean": 1.0,  # 0, 2 and 1 versions behind
         "staleness_max": 2.0,
+        "fully_async/partial/max_partial_span": 1.0,  # one answer under versions 1 and 2, another under 2 and 3
     }
 
 

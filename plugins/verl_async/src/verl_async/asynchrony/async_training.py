@@ -135,4 +135,7 @@ def group_figures(groups: Sequence[ScoredGroup], version: int) -> dict[str, floa
         "truncated_ratio": fmean(generation.finish_reason == "length" for generation in generations),
         "staleness_mean": fmean(staleness),
         "staleness_max": float(max(staleness)),
+        "fully_async/partial/max_partial_span": float(
+            max(group.newest_version - group.oldest_version for group in groups)
+        ),
     }

@@ -88,7 +88,7 @@ class DeafSync(Mutant):
 
     @hookimpl
     def engine_gradient_sync(self, engine: Any, is_last_micro_batch: bool) -> AbstractContextManager[None]:
-        from verl_fsdp.gradients import gradient_sync
+        from verl_fsdp.fsdp2.gradient_sync import gradient_sync
 
         return gradient_sync(engine.model, reduce=is_last_micro_batch)
 

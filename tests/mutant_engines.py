@@ -12,9 +12,9 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from verl_engine.engine.base import Engine, TokenOutput, WeightSpec
-from verl_fsdp.engine import Fsdp2Engine
-from verl_fsdp.gradients import clip_gradients, grad_norm
-from verl_fsdp.parallelize import load_model
+from verl_fsdp.fsdp2.engine import Fsdp2Engine
+from verl_fsdp.grad_norm import clip_gradients, grad_norm
+from verl_fsdp.model import load_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,7 +43,7 @@ class Bf16Accumulation(Fsdp2Engine):
     def __init__(self, config: Fsdp2Config, model_folder: Path) -> None:
         dtype = getattr(torch, config.param_dtype)
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
-        with mock.patch("verl_fsdp.parallelize.MixedPrecisionPolicy", return_value=policy):
+        with mock.patch("verl_fsdp.fsdp2.parallelize.MixedPrecisionPolicy", return_value=policy):
             super().__init__(config, model_folder)
 
 
@@ -124,8 +124,8 @@ class CheckpointWithoutOptimizer(Fsdp2Engine):
 class OffloadLosesOptimizer(Fsdp2Engine):
     """Frees AdamW's moments instead of moving them."""
 
-    def move(self, *, to_cpu: bool) -> None:
-        super().move(to_cpu=to_cpu)
+    def move(self, *, to_cpu: bool, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> None:
+        super().move(to_cpu=to_cpu, parameters=parameters, gradients=gradients, optimizer=optimizer)
         self.optimizer.state.clear()
 
 

@@ -34,7 +34,7 @@ def test_the_backends_own_class_validates_the_section() -> None:
         ({"learning_rate": 0.5}, r"^engine\.backend is missing; write engine\.backend=NAME, .*: .*\btoy\b"),
         ({"backend": 3}, r"^engine\.backend=3 must be a name; write"),
         ("toy", r"^engine='toy' must be a section with at least engine\.backend=NAME"),
-        ({"backend": "toy"}, r"^engine\.learning_rate is missing: Peak learning rate"),
+        ({"backend": "toy", "learning_rate": 0}, r"^engine\.learning_rate=0: must be greater than 0$"),
         (
             {"backend": "toy", "learning_rate": 1, "widht": 3},
             r"^engine\.widht is not a known key; did you mean engine\.width\?$",

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from verl_engine.testing.conformance.driver import Split
-    from verl_fsdp.engine import Fsdp2Engine
+    from verl_fsdp.fsdp2.engine import Fsdp2Engine
 
 NUM_SEQUENCES: Final = 12
 TOLERANCE: Final = 2e-6

@@ -85,7 +85,7 @@ def test_attention_refuses_what_it_would_compute_wrongly(name: str) -> None:
 @pytest.mark.parametrize("content", ["nothing", "garbage"])
 def test_a_folder_without_a_model_is_refused(tmp_path: Path, content: str) -> None:
     from verl_fsdp.config import Fsdp2Config
-    from verl_fsdp.parallelize import load_model
+    from verl_fsdp.model import load_model
 
     if content == "garbage":
         (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verl_engine.testing.ranks import run_ranks
-from verl_fsdp.gradients import clip_gradients, grad_norm
+from verl_fsdp.grad_norm import clip_gradients, grad_norm
 
 
 def norm_and_clipped(rank: int) -> tuple[float, list[float]]:

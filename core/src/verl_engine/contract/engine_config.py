@@ -9,6 +9,20 @@ from pydantic import Field, model_validator
 from verl_engine.contract.strict_model import StrictModel
 
 
+class LoraConfig(StrictModel):
+    """Train low-rank adapters and leave the model's own weights as they are (Hu et al. 2021)."""
+
+    rank: int = Field(default=16, ge=1)
+    """Inner dim of the adapters."""
+    alpha: float = Field(default=32.0, gt=0)
+    """An adapter's output is scaled by alpha / rank."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Probability of dropping an adapter's input, in train mode."""
+    target_modules: tuple[str, ...] = ("all-linear",)
+    """Names, or ends of names, of the layers that get an adapter, such as ``q_proj``; ``all-linear`` means every linear
+    layer but the output layer."""
+
+
 class EngineConfig(StrictModel):
     """Fields that every backend understands."""
 
@@ -24,10 +38,29 @@ class EngineConfig(StrictModel):
     """Observers to wrap around the engine's hooks, by name, the last one outermost; ``timing`` adds the time that each
     hook takes to the metrics. None is imported unless it is named here."""
 
-    learning_rate: float = Field(gt=0)
-    """Peak learning rate of AdamW."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after warm-up: stay, or fall to ``min_lr_ratio`` times the peak at ``total_steps``."""
+    head: Literal["language_model", "value"] = "language_model"
+    """What the model ends in: ``language_model`` gives the log-prob of each token, ``value`` one number for the state
+    before it (a critic; a new head where the model folder has none)."""
+    forward_only: bool = False
+    """Neither gradients nor optimizer: for a reference policy. Training such an engine is refused."""
+    entropy: Literal["off", "value", "gradient"] = "off"
+    """Whether the entropy of each token's distribution is computed too, for losses to use: without gradient
+    (``value``), or with one (``gradient``, for an entropy bonus)."""
+    lora: LoraConfig | None = None
+    """Train adapters instead of the whole model; exports are merged weights."""
+    snapshot_memory: Literal["private", "shared"] = "private"
+    """Where weights that are kept aside on the CPU lie: ``shared`` lets other processes of this machine map them
+    without a copy."""
+    snapshot_limit_bytes: int | None = Field(default=None, ge=1)
+    """How much all snapshots of a rank may take together; by default as much as there is."""
+
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Peak learning rate. The default suits RL on a pretrained model; supervised training takes about ten times it."""
+    lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """Shape after warm-up: stay, or fall to ``min_lr_ratio`` times the peak at ``total_steps``; ``wsd`` (warm-up,
+    stable, decay) stays and falls linearly over the last ``decay_steps``."""
+    decay_steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps over which ``wsd`` falls; by default the last tenth of ``total_steps``."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps over which the rate rises linearly to its peak."""
     total_steps: int | None = Field(default=None, ge=1)
@@ -53,7 +86,28 @@ class EngineConfig(StrictModel):
             raise ValueError(f"observers={list(self.observers)} names one twice; name each once")
         if self.total_steps is not None and self.warmup_steps >= self.total_steps:
             raise ValueError(f"warmup_steps={self.warmup_steps} must be below total_steps={self.total_steps}")
+        if self.decay_steps is not None and self.lr_schedule != "wsd":
+            raise ValueError(f"decay_steps={self.decay_steps} is for lr_schedule=wsd, and it is {self.lr_schedule}")
         return self
+
+    def required_features(self) -> tuple[str, ...]:
+        """Name the features (see `FEATURES`) that this config asks for by fields that all backends share."""
+        asked = {
+            "value_head": self.head == "value",
+            "forward_only": self.forward_only,
+            "entropy": self.entropy != "off",
+            "lora": self.lora is not None,
+        }
+        return tuple(feature for feature, is_asked in asked.items() if is_asked)
+
+    def data_parallel_ranks(self, world_size: int) -> tuple[int, ...]:
+        """Say which share of the data each rank of the world computes; ranks that split a model share one.
+
+        Returns:
+            For each rank its data-parallel rank; by default every rank has a share of its own. Overridden by backends
+            that split the model.
+        """
+        return tuple(range(world_size))
 
     def validate_world(self, world_size: int) -> None:
         """Check what needs the number of ranks; overridden by backends that split it.

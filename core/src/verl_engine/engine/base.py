@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from verl_engine.contract.errors import UnsupportedError
+from verl_engine.engine.token_output import TokenOutput
+
+__all__ = ["DataParallel", "Engine", "LossFn", "TokenOutput", "WeightShard", "WeightSpec"]
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,14 +26,6 @@ if TYPE_CHECKING:
     from verl_engine.batch.packed import PackedBatch
     from verl_engine.contract.engine_config import EngineConfig
     from verl_engine.engine.device import Device
-
-
-@dataclass(frozen=True, slots=True)
-class TokenOutput:
-    """What the model says of each token."""
-
-    log_probs: torch.Tensor
-    """[T] float32, nats: of token t given those before it, under softmax(logits / temperature); 0 outside the loss."""
 
 
 class LossFn(Protocol):
@@ -66,6 +61,20 @@ class WeightSpec:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, slots=True)
+class WeightShard:
+    """This rank's part of one weight, and where it lies in the whole."""
+
+    name: str
+    """As in `WeightSpec`."""
+    view_shape: tuple[int, ...]
+    """The shape that the whole weight is looked at in: its own, or ``(elements,)`` where an engine shards flat."""
+    offsets: tuple[int, ...]
+    """Where the part begins in that view, one number a dim."""
+    tensor: torch.Tensor
+    """The part, detached, maybe empty; with as many dims as the view. Live: copy it to keep it."""
+
+
 class Engine(ABC):
     """One rank's model with its optimizer and schedule."""
 
@@ -75,6 +84,8 @@ class Engine(ABC):
     gradient_divisor: int
     """By what the backend's own gradient reduction divides the sum over ranks: the data-parallel size where it
     averages, 1 where it sums. The core multiplies it back, so that no rank count changes the gradient."""
+    weights_id: int = 0
+    """Changes whenever the weights do; see `note_weights_changed`."""
 
     @abstractmethod
     def forward(self, batch: PackedBatch, temperature: float) -> TokenOutput:
@@ -118,8 +129,46 @@ class Engine(ABC):
         """
         raise self._unsupported("weight_import")
 
-    def move(self, *, to_cpu: bool) -> None:  # noqa: ARG002 - for overriding
-        """Move parameters and optimizer state to the CPU, freeing the device, or back to it. Feature ``offload``."""
+    def weight_shards(self) -> Iterator[WeightShard]:
+        """Yield this rank's part of each weight that `weight_specs` lists, in that order.
+
+        Feature ``weight_shards``. Together the ranks' parts cover each weight; replicated ones come from every rank.
+        Collectives: none.
+        """
+        raise self._unsupported("weight_shards")
+
+    def load_weight_shards(self, shards: Iterable[WeightShard]) -> None:  # noqa: ARG002 - for overriding
+        """Take parts as `weight_shards` of the same rank yields them, with other values; all of them, in any order.
+
+        Feature ``weight_shards``. Raises:
+            WeightsError: a name or place that is not this rank's, or a weight that is missing.
+        Collectives: none.
+        """
+        raise self._unsupported("weight_shards")
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """Run the model without its adapter inside: as the policy it was before training. Feature ``lora``."""
+        raise self._unsupported("lora")
+
+    def save_adapter(self, folder: Path) -> None:  # noqa: ARG002 - for overriding
+        """Write the adapter alone as a peft folder; the first rank writes. Feature ``lora``.
+
+        Collectives: an all-gather a weight of the adapter.
+        """
+        raise self._unsupported("lora")
+
+    def move( 
+        self, *, to_cpu: bool, parameters: bool = True, gradients: bool = True, optimizer: bool = True
+    ) -> None:
+        """Move parts to the CPU, freeing the device, or back to it. Feature ``offload``.
+
+        Args:
+            to_cpu: which way. On return all copies are complete: the host may read what was moved.
+            parameters: the weights, with the buffers.
+            gradients: those of an accumulation, if there are any.
+            optimizer: its state.
+        """
+        del to_cpu, parameters, gradients, optimizer
         raise self._unsupported("offload")
 
     def state_dict(self) -> dict[str, Any]:
@@ -133,6 +182,10 @@ class Engine(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: ARG002 - for overriding
         """Take a state as `state_dict` returns it, with other values. Feature ``checkpoints``."""
         raise self._unsupported("checkpoints")
+
+    def note_weights_changed(self) -> None:
+        """Record that the weights are others than before; core's drivers and whatever loads weights call it."""
+        self.weights_id += 1
 
     def _unsupported(self, feature: str) -> UnsupportedError:
         return UnsupportedError(

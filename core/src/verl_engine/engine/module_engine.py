@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from verl_engine.contract.errors import UnsupportedError
 from verl_engine.contract.optimizer_step import OptimizerStep
 from verl_engine.engine.base import DataParallel, Engine
 from verl_engine.engine.lr_schedule import lr_multiplier
@@ -34,8 +35,15 @@ class ModuleEngine(Engine):
     A subclass loads the model, hands it to this constructor, and adds `forward` and `clip_gradients`.
     """
 
+    _optimizer: torch.optim.Optimizer | None = None
+
     def __init__(
-        self, config: EngineConfig, device: Device, module: torch.nn.Module, data_parallel: DataParallel | None = None
+        self,
+        config: EngineConfig,
+        device: Device,
+        module: torch.nn.Module,
+        data_parallel: DataParallel | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         """Take a model, move it to the device, and build its optimizer. No collectives.
 
@@ -45,6 +53,7 @@ class ModuleEngine(Engine):
             module: transformers' model, sharded already if it is to be.
             data_parallel: this rank's place; by default that of the only rank. Gradients are taken to be averaged over
                 the ranks; where they are summed, set ``gradient_divisor = 1`` afterwards.
+            optimizer: of the module's parameters; by default AdamW as configured. A forward-only engine has none.
         """
         self.config = config
         self.device = device
@@ -53,8 +62,22 @@ class ModuleEngine(Engine):
         self.module = module.to(device.torch_device)
         # Between a forward and a backward a sharded module holds gathered parameters; these are the shards, always.
         self.parameters = dict(module.named_parameters())
-        self.optimizer = _adamw(self.parameters, config, device)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: lr_multiplier(config, step))
+        if config.forward_only:
+            module.requires_grad_(False)
+            return
+        self._optimizer = optimizer or adamw(self.parameters, config, device)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda step: lr_multiplier(config, step))
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer.
+
+        Raises:
+            UnsupportedError: the engine is forward-only.
+        """
+        if self._optimizer is None:
+            raise UnsupportedError("engine.forward_only=true: this engine has no optimizer and cannot train")
+        return self._optimizer
 
     @abstractmethod
     def clip_gradients(self) -> torch.Tensor:
@@ -104,19 +127,26 @@ class ModuleEngine(Engine):
     def load_full_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take whole weights; see the base class."""
         load_full_weights(self.module, self.parameters, weights)
+        self.note_weights_changed()
 
     def save_pretrained(self, folder: Path) -> None:
         """Write a Hugging Face folder; see the base class."""
         save_pretrained(self.module, self.parameters, folder, is_writer=self.data_parallel.rank == 0)
 
-    def move(self, *, to_cpu: bool) -> None:
-        """Move parameters and optimizer state; see the base class."""
+    def move(self, *, to_cpu: bool, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> None:
+        """Move parts to the CPU or back; see the base class."""
         target = torch.device("cpu") if to_cpu else self.device.torch_device
-        self.module.to(target)
-        for state in self.optimizer.state.values():
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.ndim:  # AdamW's step counters stay where they are
-                    state[name] = value.to(target)
+        if parameters:
+            self.module.to(target)
+        if gradients:
+            for parameter in self.parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.to(target)
+        if optimizer and self._optimizer is not None:
+            for state in self._optimizer.state.values():
+                for name, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.ndim:  # AdamW's step counters stay where they are
+                        state[name] = value.to(target)
         self.device.synchronize()
 
     def state_dict(self) -> dict[str, Any]:
@@ -140,7 +170,7 @@ class ModuleEngine(Engine):
         self.schedule.load_state_dict(state["schedule"])
 
 
-def _adamw(parameters: dict[str, torch.nn.Parameter], config: EngineConfig, device: Device) -> torch.optim.AdamW:
+def adamw(parameters: dict[str, torch.nn.Parameter], config: EngineConfig, device: Device) -> torch.optim.AdamW:
     """Build AdamW; vectors (norms and biases) are spared weight decay."""
     trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
     groups = [

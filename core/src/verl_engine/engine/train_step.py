@@ -71,6 +71,8 @@ def train_step(
         engine.zero_grad()
         raise
     step = host.optimizer_step(engine)
+    if step.applied:
+        engine.note_weights_changed()
     names = sorted(metrics)
     means = _sum_over_ranks(engine.data_parallel, torch.stack([loss, *(metrics[name] for name in names)])).div(
         num_loss_tokens

@@ -8,13 +8,14 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from verl_engine.batch.packed import PackedBatch
-from verl_engine.contract.errors import TrainingDivergedError
+from verl_engine.contract.errors import TrainingDivergedError, UnsupportedError
 from verl_engine.engine.checkpoint import load_checkpoint, save_checkpoint
 from verl_engine.engine.device import Device
 from verl_engine.engine.snapshots import Snapshots
@@ -46,6 +47,8 @@ class EngineWorker:
         self._host = BackendHost.load(config.backend, observers=config.observers)
         if world_size > 1:
             self._host.require("multi_rank")
+        for feature in config.required_features():
+            self._host.require(feature)
         self._engine: Engine | None = None
         self._skipped_in_a_row = 0
         self._snapshots: Snapshots | None = None
@@ -87,8 +90,11 @@ class EngineWorker:
         """Make one optimizer step over this rank's micro-batches; see `train_step`.
 
         Raises:
+            UnsupportedError: the engine is forward-only.
             TrainingDivergedError: ``max_skipped_steps`` steps in a row had a gradient that is not finite.
         """
+        if self._config.forward_only:
+            raise UnsupportedError("engine.forward_only=true: this engine has no optimizer and cannot train")
         device = self.engine.device.torch_device
         packed = [PackedBatch.from_sequences(sequences, device) for sequences in micro_batches]
         report = train_step(self._host, self.engine, packed, loss_fn, temperature)
@@ -104,24 +110,27 @@ class EngineWorker:
         return report
 
     def infer_batch(
-        self, micro_batches: SequenceOf[list[Sequence]], temperature: float = 1.0
+        self, micro_batches: SequenceOf[list[Sequence]], temperature: float = 1.0, *, disable_adapter: bool = False
     ) -> list[list[npt.NDArray[np.float32]]]:
-        """Compute log-probs in eval mode, without gradient.
+        """Compute log-probs, or a critic's values, in eval mode and without gradient.
 
         Args:
             micro_batches: this rank's; every rank brings the same number.
             temperature: divides the logits before the softmax.
+            disable_adapter: run the model without its LoRA adapter, as the reference policy it started from.
         Returns:
-            For each micro-batch and sequence, in the order given, [L] float32 in nats; 0 outside the loss mask.
+            For each micro-batch and sequence, in the order given, [L] float32: log-probs in nats, or values; 0 outside the loss
+            mask.
         """
         engine = self.engine
         engine.set_training(False)
         results = []
-        with torch.no_grad():
+        with torch.no_grad(), engine.disable_adapter() if disable_adapter else nullcontext():
             for sequences in micro_batches:
                 batch = PackedBatch.from_sequences(sequences, engine.device.torch_device)
-                log_probs = engine.forward(batch, temperature).log_probs.cpu()
-                results.append([part.numpy().copy() for part in batch.unpack(log_probs)][: len(sequences)])
+                output = engine.forward(batch, temperature)
+                figures = (output.values if self._config.head == "value" else output.log_probs).cpu()
+                results.append([part.numpy().copy() for part in batch.unpack(figures)][: len(sequences)])
         return results
 
     def save_model_to_cpu(self, tag: int | str) -> None:

@@ -16,6 +16,7 @@ KINDS: Final = {
 
 KNOWN_PLUGINS: Final = {
     (BACKENDS_GROUP, "fsdp2"): "verl-fsdp",
+    (BACKENDS_GROUP, "fsdp"): "verl-fsdp",
     (_ROLLOUTS_GROUP, "embedded"): "verl-async",
     (OBSERVERS_GROUP, "timing"): "verl-engine-core",
     (COMMANDS_GROUP, "train"): "verl-async",

@@ -1,27 +1,160 @@
-"""The ``engine`` section of the fsdp2 backend. Imports no torch."""
+"""The ``engine`` section of the backends fsdp2 and fsdp. Imports no torch."""
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
 
 from verl_engine.contract.engine_config import EngineConfig
+from verl_engine.contract.errors import ConfigError
+from verl_engine.contract.strict_model import StrictModel
 
 
-class Fsdp2Config(EngineConfig):
-    """PyTorch ``fully_shard`` over all data-parallel ranks."""
+class ParameterGroup(StrictModel):
+    """Optimizer settings for the parameters whose names match a pattern."""
 
-    backend: Literal["fsdp2"] = "fsdp2"
-    """Fixed: this section is for ``fsdp2``."""
-    param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """What parameters are gathered and computed in. Master weights, gradient accumulation and reduction stay
-    float32."""
+    pattern: str
+    """Regular expression, searched for in each parameter's Hugging Face name. The first group that matches counts."""
+    learning_rate_scale: float = Field(default=1.0, ge=0)
+    """Factor on the engine's learning rate; 0 keeps the parameters as they are."""
+    weight_decay: float | None = Field(default=None, ge=0)
+    """In place of the engine's ``weight_decay``, for vectors too."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"pattern={pattern!r} is not a regular expression: {error}") from error
+        return pattern
+
+
+class ShardedConfig(EngineConfig):
+    """What both backends understand."""
+
+    param_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """What parameters are gathered and computed in. Master weights, gradient accumulation and reduction stay float32;
+    ``float16`` adds a dynamic loss scale. A forward-only engine stores its weights in it too."""
     packing: bool = True
     """Lay the sequences of a micro-batch end to end with attention kept inside each. False pads them to the longest,
     for models whose attention cannot be told where sequences end; slower on mixed lengths."""
-    gradient_sync: Literal["last_micro_batch", "every_micro_batch"] = "last_micro_batch"
+    logit_chunk: int = Field(default=256, ge=1)
+    """Tokens whose logits exist at a time, float32: memory for log-probs is this times the vocabulary, not the whole
+    micro-batch times the vocabulary."""
+    gradient_sync: Literal["last_micro_batch", "every_micro_batch", "auto"] = "last_micro_batch"
     """When gradients are reduced over the ranks. At the last micro-batch only: least traffic, but each rank holds a
-    whole float32 gradient (4 bytes a parameter) meanwhile. At each: 4 / ranks bytes a parameter, and one reduction for
-    each."""
+    whole float32 gradient (4 bytes a trained parameter) meanwhile. At each: 4 / ranks bytes a parameter, and one
+    reduction for each. ``auto`` takes the first where it fits ``held_gradient_bytes``, and logs why."""
+    held_gradient_bytes: int | None = Field(default=None, ge=0)
+    """With ``gradient_sync: auto``: how much a rank may hold of not yet reduced gradients; by default a quarter of the
+    device's memory."""
+    shard_ranks: int | None = Field(default=None, ge=1)
+    """Ranks that share one copy of the weights; it divides the number of ranks, and each further such group holds a
+    copy of its own (HSDP). By default all ranks share one."""
+    sequence_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that split the tokens of each micro-batch among them (Ulysses), for long sequences; it divides the number
+    of ranks and of the model's attention heads. Needs packing."""
+    wrap: tuple[str, ...] = ()
+    """Class names of the modules that are gathered and freed one by one. By default what the model's authors say must
+    stay whole: its decoder layers."""
+    activation_checkpointing: bool = False
+    """Keep only each block's input for the backward and compute the rest again: less memory, about a third more
+    compute."""
+    compile: bool = False
+    """Compile each block with torch.compile: the first step takes long, later ones are faster on accelerators."""
+    compile_backend: str = "inductor"
+    """torch.compile's backend."""
+
+    optimizer: str = "torch.optim.AdamW"
+    """Dotted path of the optimizer's class. AdamW gets ``betas``, ``eps`` and its fused form where there is one; any
+    other only ``lr``, ``weight_decay`` a group, and ``optimizer_options``."""
+    optimizer_options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the optimizer's constructor."""
+    parameter_groups: tuple[ParameterGroup, ...] = ()
+    """Other settings for some parameters; the rest keeps the engine's."""
+
+    @model_validator(mode="after")
+    def _check_sharded(self) -> ShardedConfig:
+        if self.sequence_parallel_size > 1 and not self.packing:
+            raise ValueError(
+                f"sequence_parallel_size={self.sequence_parallel_size} needs packing=true: padded rows are not split"
+            )
+        if self.held_gradient_bytes is not None and self.gradient_sync != "auto":
+            raise ValueError(
+                f"held_gradient_bytes={self.held_gradient_bytes} is for gradient_sync=auto, and it is "
+                f"{self.gradient_sync}"
+            )
+        if self.compile_backend != "inductor" and not self.compile:
+            raise ValueError(f"compile_backend={self.compile_backend} is for compile=true, and it is false")
+        return self
+
+    def data_parallel_ranks(self, world_size: int) -> tuple[int, ...]:
+        """Give neighbours that split a sequence the same data."""
+        return tuple(rank // self.sequence_parallel_size for rank in range(world_size))
+
+    def validate_world(self, world_size: int) -> None:
+        """Check that groups of ranks come out even; see the base class."""
+        for name, size in (
+            ("shard_ranks", self.shard_ranks or 1),
+            ("sequence_parallel_size", self.sequence_parallel_size),
+        ):
+            if world_size % size:
+                allowed = ", ".join(str(number) for number in range(1, world_size + 1) if world_size % number == 0)
+                raise ConfigError(f"engine.{name}={size} does not divide the {world_size} ranks; use one of {allowed}")
+
+
+class Fsdp2Config(ShardedConfig):
+    """PyTorch ``fully_shard`` (FSDP2)."""
+
+    backend: Literal["fsdp2"] = "fsdp2"
+    """Fixed: this section is for ``fsdp2``."""
+    reshard_after_forward: bool | int = True
+    """Free gathered parameters between forward and backward, and gather them again; false keeps them, which is faster
+    and takes more memory. A number reshards to so many ranks only (those of one machine, usually); it divides the ranks
+    that share a copy."""
+    keep_unsharded: bool = False
+    """Keep parameters gathered from the first micro-batch to the last: least traffic, and a whole copy in
+    ``param_dtype`` on each rank meanwhile."""
+    forward_prefetch: int = Field(default=0, ge=0)
+    """Blocks that are gathered ahead, in the forward, besides what fully_shard does by itself."""
+    backward_prefetch: int = Field(default=0, ge=0)
+    """The same in the backward."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer state on the CPU, and bring each block to the device when it is used. For
+    models that do not fit otherwise; slow."""
+
+    @model_validator(mode="after")
+    def _check_fsdp2(self) -> Fsdp2Config:
+        number = self.reshard_after_forward
+        if not isinstance(number, bool) and number < 1:
+            raise ValueError(f"reshard_after_forward={number} must be true, false or a number of ranks above 0")
+        return self
+
+
+class FsdpConfig(ShardedConfig):
+    """PyTorch ``FullyShardedDataParallel`` (FSDP1), for models and tools that need it; fsdp2 is the better default."""
+
+    backend: Literal["fsdp"] = "fsdp"
+    """Fixed: this section is for ``fsdp``."""
+    gradient_sync: Literal["last_micro_batch", "every_micro_batch", "auto"] = "auto"
+    """As for fsdp2, but FSDP1 accumulates what it holds back in ``param_dtype``: so ``last_micro_batch`` is refused
+    with another one than float32, and ``auto`` then reduces at every micro-batch."""
     reshard_after_forward: bool = True
-    """Free gathered parameters between forward and backward, and gather them again; False keeps them, which is faster
-    and takes more memory."""
+    """Free gathered parameters after the forward (FULL_SHARD); false keeps them to the end of the backward, and through
+    micro-batches whose gradients are held back (SHARD_GRAD_OP)."""
+    forward_prefetch: bool = False
+    """Gather the next block before the current one's forward, in the order of the first pass."""
+    backward_prefetch: Literal["before", "after", "off"] = "before"
+    """When the backward gathers the next block: before the current one's gradients, after, or when it is needed."""
+
+    @model_validator(mode="after")
+    def _check_fsdp(self) -> FsdpConfig:
+        if self.gradient_sync == "last_micro_batch" and self.param_dtype != "float32":
+            raise ValueError(
+                f"gradient_sync=last_micro_batch would accumulate gradients in param_dtype={self.param_dtype}; FSDP1 "
+                "can accumulate in float32 only what it reduces: use auto or every_micro_batch, or backend=fsdp2"
+            )
+        return self

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
     from verl_engine.contract.optimizer_step import OptimizerStep
     from verl_engine.engine.snapshots import WeightSnapshot
-    from verl_fsdp.engine import Fsdp2Engine
+    from verl_fsdp.engine import ShardedEngine
+    from verl_fsdp.fsdp2.engine import Fsdp2Engine
 
 SPEC = BackendSpec(
     name="fsdp2",
@@ -27,33 +28,31 @@ SPEC = BackendSpec(
 @hookimpl
 def engine_create(config: Fsdp2Config, model_folder: Path) -> Fsdp2Engine:
     """Load a Hugging Face causal LM and shard it."""
-    from verl_fsdp.engine import Fsdp2Engine
+    from verl_fsdp.fsdp2.engine import Fsdp2Engine
 
     return Fsdp2Engine(config, model_folder)
 
 
 @hookimpl
-def engine_gradient_sync(engine: Fsdp2Engine, is_last_micro_batch: bool) -> AbstractContextManager[None]:
-    """Hold gradients back until the last micro-batch, unless ``gradient_sync`` says otherwise."""
-    from verl_fsdp.gradients import gradient_sync
-
-    return gradient_sync(engine.model, reduce=is_last_micro_batch or engine.config.gradient_sync == "every_micro_batch")
+def engine_gradient_sync(engine: ShardedEngine, is_last_micro_batch: bool) -> AbstractContextManager[None]:
+    """Hold gradients back until the last micro-batch, unless configured otherwise."""
+    return engine.gradient_sync(is_last_micro_batch=is_last_micro_batch)
 
 
 @hookimpl
-def engine_optimizer_step(engine: Fsdp2Engine) -> OptimizerStep:
+def engine_optimizer_step(engine: ShardedEngine) -> OptimizerStep:
     """Clip, and step or skip on all ranks alike."""
     return engine.optimizer_step()
 
 
 @hookimpl
-def engine_copy_weights_to_cpu(engine: Fsdp2Engine, snapshot: WeightSnapshot) -> WeightSnapshot:
+def engine_copy_weights_to_cpu(engine: ShardedEngine, snapshot: WeightSnapshot) -> WeightSnapshot:
     """Copy this rank's shards."""
     return snapshot.store(engine.local_weights())
 
 
 @hookimpl
-def engine_restore_weights_from_cpu(engine: Fsdp2Engine, snapshot: WeightSnapshot) -> bool:
+def engine_restore_weights_from_cpu(engine: ShardedEngine, snapshot: WeightSnapshot) -> bool:
     """Copy this rank's shards back."""
     snapshot.copy_into(engine.local_weights())
     return True

@@ -1,0 +1,1 @@
+"""The backend fsdp: PyTorch's ``FullyShardedDataParallel``."""

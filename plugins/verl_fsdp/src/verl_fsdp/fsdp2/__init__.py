@@ -1,0 +1,1 @@
+"""The backend fsdp2: PyTorch's ``fully_shard``."""

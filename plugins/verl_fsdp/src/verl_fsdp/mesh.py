@@ -1,0 +1,48 @@
+"""How the ranks are divided: who shares a copy of the weights, who has the same data, who splits a sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from verl_engine.engine.base import DataParallel
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from verl_fsdp.config import ShardedConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Meshes:
+    """The meshes of one engine; every rank is in each."""
+
+    weights: DeviceMesh
+    """Axis ``shard``: the ranks that share one copy; before it, with ``shard_ranks``, axis ``replicate``."""
+    data_parallel: DataParallel
+    sequence: dist.ProcessGroup | None
+    """Ranks that split the tokens of a micro-batch among them; None where nobody does."""
+
+
+def build_meshes(config: ShardedConfig, device_kind: str) -> Meshes:
+    """Divide the ranks of the process group as configured. Collectives: those of new device meshes.
+
+    Raises:
+        ConfigError: the numbers do not divide the ranks.
+    """
+    world_size = dist.get_world_size()
+    config.validate_world(world_size)
+    if config.shard_ranks in (None, world_size):
+        weights = init_device_mesh(device_kind, (world_size,), mesh_dim_names=("shard",))
+    else:
+        shape = (world_size // config.shard_ranks, config.shard_ranks)
+        weights = init_device_mesh(device_kind, shape, mesh_dim_names=("replicate", "shard"))
+    if config.sequence_parallel_size == 1:
+        return Meshes(weights, DataParallel(dist.get_rank(), world_size, dist.group.WORLD), None)
+    shape = (world_size // config.sequence_parallel_size, config.sequence_parallel_size)
+    data = init_device_mesh(device_kind, shape, mesh_dim_names=("data", "sequence"))
+    place = DataParallel(data.get_local_rank("data"), shape[0], data.get_group("data"))
+    return Meshes(weights, place, data.get_group("sequence"))

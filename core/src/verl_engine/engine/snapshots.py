@@ -5,128 +5,141 @@ Each rank keeps its own shards. Storage is the snapshot's own, made once and reu
 
 from __future__ import annotations
 
-import zlib
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 from verl_engine.contract.errors import WeightsError
+from verl_engine.engine.snapshot_memory import SnapshotKind, SnapshotMemory
+from verl_engine.engine.weight_snapshot import WeightSnapshot
+
+__all__ = ["Snapshots", "WeightSnapshot"]
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from verl_engine.engine.base import Engine
+    from verl_engine.engine.shared_snapshot import SnapshotHandle
     from verl_engine.host.backend_host import BackendHost
-
-
-@dataclass(slots=True)
-class WeightSnapshot:
-    """One rank's weights at one moment."""
-
-    tag: str
-    version: int = 0
-    """Optimizer steps that the engine's owner had counted when it was taken."""
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """This rank's shards, on the CPU."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory it holds on this rank."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
-    @property
-    def checksum(self) -> int:
-        """CRC-32 over names and bytes, in order of the names."""
-        crc = 0
-        for name in sorted(self.tensors):
-            crc = zlib.crc32(
-                self.tensors[name].reshape(-1).view(torch.uint8).numpy().data, zlib.crc32(name.encode(), crc)
-            )
-        return crc
-
-    def store(self, weights: Iterable[tuple[str, torch.Tensor]]) -> WeightSnapshot:
-        """Copy tensors in, into the memory of an earlier copy where shape and dtype still fit."""
-        former, self.tensors = self.tensors, {}
-        for name, tensor in weights:
-            own = former.get(name)
-            if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
-                own = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-            self.tensors[name] = own.copy_(tensor.detach())
-        return self
-
-    def copy_into(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy into live tensors, in place.
-
-        Raises:
-            WeightsError: the names or shapes are not those that were stored; nothing was copied.
-        """
-        live = dict(weights)
-        if live.keys() != self.tensors.keys():
-            odd = sorted(live.keys() ^ self.tensors.keys())
-            raise WeightsError(
-                f"snapshot {self.tag!r} and the engine do not hold the same weights: {', '.join(odd[:5])}"
-            )
-        for name, tensor in live.items():
-            if tensor.shape != self.tensors[name].shape:
-                raise WeightsError(
-                    f"snapshot {self.tag!r} holds {name} with shape {tuple(self.tensors[name].shape)}, the engine with "
-                    f"{tuple(tensor.shape)}"
-                )
-        with torch.no_grad():
-            for name, tensor in live.items():
-                tensor.copy_(self.tensors[name])
 
 
 class Snapshots:
     """The snapshots of one engine on one rank; every rank makes the same calls."""
 
-    def __init__(self, host: BackendHost, engine: Engine) -> None:
+    def __init__(
+        self, host: BackendHost, engine: Engine, memory: SnapshotKind = "private", limit_bytes: int | None = None
+    ) -> None:
         """Start without any.
 
+        Args:
+            host: of the backend that made the engine.
+            engine: whose weights are kept.
+            memory: see ``engine.snapshot_memory``.
+            limit_bytes: see ``engine.snapshot_limit_bytes``.
         Raises:
             UnsupportedError: the backend has no snapshots.
         """
         host.require("snapshots")
         self._host = host
         self._engine = engine
+        self._memory = SnapshotMemory(memory, limit_bytes, engine.device)
         self._kept: dict[str, WeightSnapshot] = {}
+        self._in_force = WeightSnapshot(
+            "in force", self._memory, kind="private", label="weights in force before swapped"
+        )
+        """What `swapped` brings back."""
+        self._is_swapped = False
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that all snapshots of this rank take, with that kept for reuse."""
+        return self._memory.held_bytes
 
     def save(self, tag: str, version: int = 0) -> WeightSnapshot:
-        """Copy the weights in force, over what the tag held before."""
-        snapshot = self._kept.get(tag) or WeightSnapshot(tag)
-        snapshot.version = version
-        self._kept[tag] = self._host.copy_weights_to_cpu(self._engine, snapshot)
+        """Keep the weights in force, over what the tag held before; nothing is copied if they are the same.
+
+        Raises:
+            WeightsError: there is no room. The tag holds what it held before.
+        """
+        snapshot = self._kept.get(tag) or WeightSnapshot(tag, self._memory)
+        former, snapshot.version = snapshot.version, version
+        try:
+            self._kept[tag] = self._copy(snapshot)
+        except BaseException:
+            snapshot.version = former
+            raise
         return self._kept[tag]
 
     def restore(self, tag: str) -> None:
         """Put the weights of a tag back in force.
 
         Raises:
-            WeightsError: nothing was saved under the tag.
+            WeightsError: nothing was saved under the tag, or something that does not fit; then nothing was changed.
         """
-        self._host.restore_weights_from_cpu(self._engine, self._get(tag))
+        self._put_back(self._get(tag))
 
     def drop(self, tag: str) -> None:
-        """Forget a tag and free its memory.
+        """Forget a tag. One tag's memory is kept for the next; see `close`.
 
         Raises:
             WeightsError: nothing was saved under the tag.
         """
-        self._get(tag)
+        self._get(tag).clear()
         del self._kept[tag]
 
     @contextmanager
     def swapped(self, tag: str) -> Iterator[None]:
-        """Use the weights of a tag inside; those in force before come back in any case."""
-        self._get(tag)
-        before = self._host.copy_weights_to_cpu(self._engine, WeightSnapshot("before swapped"))
-        self.restore(tag)
+        """Use the weights of a tag inside; those in force before come back in any case.
+
+        Takes the memory of one more snapshot, and keeps it for the next time.
+
+        Raises:
+            WeightsError: nothing was saved under the tag, there is no room, or this is inside another `swapped`.
+        """
+        snapshot = self._get(tag)
+        if self._is_swapped:
+            raise WeightsError(f"swapped({tag!r}) inside another swapped: leave that one first")
+        in_force = self._copy(self._in_force)
+        self._is_swapped = True
+        try:
+            self._put_back(snapshot)
+            yield
+        finally:
+            self._is_swapped = False
+            self._put_back(in_force)
+
+    def handle(self, tag: str) -> SnapshotHandle:
+        """Return what a `SnapshotReader` in another process needs; it stays right until the tag is dropped.
+
+        Raises:
+            WeightsError: nothing was saved under the tag, or snapshots are not in shared memory.
+        """
+        return self._get(tag).handle()
+
+    def close(self) -> None:
+        """Forget all tags and free all memory, files in shared memory too. Harmless when called twice."""
+        for snapshot in (*self._kept.values(), self._in_force):
+            snapshot.clear()
+        self._kept.clear()
+        self._memory.close()
+
+    def _copy(self, snapshot: WeightSnapshot) -> WeightSnapshot:
+        with self._telling_weights_id(snapshot):
+            return self._host.copy_weights_to_cpu(self._engine, snapshot)
+
+    def _put_back(self, snapshot: WeightSnapshot) -> None:
+        # Before the copy: should it fail halfway, no other snapshot takes the weights for its own.
+        self._engine.note_weights_changed()
+        with self._telling_weights_id(snapshot):
+            self._host.restore_weights_from_cpu(self._engine, snapshot)
+
+    @contextmanager
+    def _telling_weights_id(self, snapshot: WeightSnapshot) -> Iterator[None]:
+        """Let the snapshot know which weights the engine has, for the time of a hook."""
+        snapshot.weights_id = self._engine.weights_id
         try:
             yield
         finally:
-            self._host.restore_weights_from_cpu(self._engine, before)
+            snapshot.weights_id = None
 
     def _get(self, tag: str) -> WeightSnapshot:
         if tag not in self._kept:

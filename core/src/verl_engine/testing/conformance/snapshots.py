@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from typing import TYPE_CHECKING
+import pickle
+import subprocess
+import sys
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from verl_engine.contract.errors import WeightsError
+from verl_engine.engine.snapshot_layout import weights_checksum
 from verl_engine.testing.conformance.check import Check, all_ranks
 from verl_engine.testing.conformance.driver import differences
 from verl_engine.testing.conformance.reference import make_sequences
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from verl_engine.testing.conformance.bench import Bench
     from verl_engine.testing.conformance.driver import Driver
+
+_READER: Final = """
+import pickle, sys
+from verl_engine.engine.shared_snapshot import SnapshotReader
+content = SnapshotReader(pickle.load(sys.stdin.buffer)).newest()
+print(content.version, content.checksum())
+"""
 
 
 def independent(bench: Bench) -> None:
@@ -23,13 +36,15 @@ def independent(bench: Bench) -> None:
     snapshots = driver.snapshots()
     before = driver.weights()
     saved = snapshots.save("kept", version=3)
-    checksum = saved.checksum
+    checksum = weights_checksum(saved.tensors)
     bench.require_everywhere(bool(saved.tensors) and saved.num_bytes > 0, "the snapshot holds no weights")
     bench.require_everywhere((saved.tag, saved.version) == ("kept", 3), "the hook returned another snapshot")
     for seed in range(2):
         driver.train(make_sequences(8, seed=seed))
     bench.require_everywhere(differences(driver.weights(), before) != "none", "two steps trained nothing")
-    bench.require_everywhere(saved.checksum == checksum, "training changed the snapshot: it aliases the live weights")
+    bench.require_everywhere(
+        weights_checksum(saved.tensors) == checksum, "training changed the snapshot: it aliases the live weights"
+    )
 
 
 def exact(bench: Bench) -> None:
@@ -117,18 +132,98 @@ def offloaded(bench: Bench) -> None:
     before = driver.weights()
     driver.engine.move(to_cpu=True)
     saved = snapshots.save("kept")
-    checksum = saved.checksum
+    checksum = weights_checksum(saved.tensors)
     driver.engine.move(to_cpu=False)
     driver.train(make_sequences(8))
     bench.require_everywhere(
-        saved.checksum == checksum, "training changed a snapshot taken while offloaded: it aliases the live weights"
+        weights_checksum(saved.tensors) == checksum,
+        "training changed a snapshot taken while offloaded: it aliases the live weights",
     )
     driver.engine.move(to_cpu=True)
     snapshots.restore("kept")
     driver.engine.move(to_cpu=False)
     _require_same(bench, driver, before, "restored while offloaded")
     driver.train(make_sequences(8))
-    bench.require_everywhere(saved.checksum == checksum, "the restore made the snapshot and the live weights one")
+    bench.require_everywhere(
+        weights_checksum(saved.tensors) == checksum, "the restore made the snapshot and the live weights one"
+    )
+
+
+def never_stale(bench: Bench) -> None:
+    """A save copies nothing while nothing changes, and all of it after a step, an import, a move or a restore."""
+    driver = bench.driver()
+    snapshots = driver.snapshots()
+    snapshots.save("start")
+    ways: dict[str, Callable[[], object]] = {
+        "a training step": lambda: driver.train(make_sequences(8)),
+        "a restore": lambda: snapshots.restore("start"),
+        "inference and a step": lambda: (driver.infer(make_sequences(3)), driver.train(make_sequences(8))),
+    }
+    if "weight_import" not in bench.gaps:
+        # One number of all: neither a sample of the values nor the version counters of sharded tensors need show it.
+        other = {name: tensor.clone() for name, tensor in driver.weights().items()}
+        max(other.values(), key=torch.numel)[1, 1] += 1
+        ways = {"an import of one changed number": lambda: driver.engine.load_full_weights(other.items()), **ways}
+    if "offload" not in bench.gaps:
+        ways["a move to the CPU and back"] = lambda: _there_and_back(driver)
+    for what, change in ways.items():
+        snapshots.save("kept")
+        change()
+        after = driver.weights()
+        for _ in range(2):  # nothing changes before the second
+            snapshots.save("kept")
+        snapshots.restore("start")
+        snapshots.restore("kept")
+        _require_same(bench, driver, after, f"saved after {what}, and restored")
+
+
+def limit(bench: Bench) -> None:
+    """What would go beyond snapshot_limit_bytes is refused with a WeightsError, and what was kept stays."""
+    size = bench.driver().snapshots().save("kept").num_bytes
+    driver = bench.driver(snapshot_limit_bytes=size + size // 2 + 4096)
+    snapshots = driver.snapshots()
+    before = driver.weights()
+    snapshots.save("kept")
+    driver.train(make_sequences(8))
+    is_refused = False
+    try:
+        snapshots.save("more")
+    except WeightsError:
+        is_refused = True
+    bench.require_everywhere(
+        is_refused,
+        "a second snapshot was kept although engine.snapshot_limit_bytes has no room for it; "
+        "engine_copy_weights_to_cpu must fill the snapshot by snapshot.store()",
+    )
+    snapshots.restore("kept")
+    _require_same(bench, driver, before, "restored after another snapshot was refused")
+
+
+def shared(bench: Bench) -> None:
+    """With ``snapshot_memory: shared`` another process maps the snapshot, and reads the same weights."""
+    driver = bench.driver(snapshot_memory="shared")
+    with closing(driver.snapshots()) as snapshots:
+        snapshots.save("kept", version=1)
+        driver.train(make_sequences(8))
+        saved = snapshots.save("kept", version=2)
+        found = expected = f"2 {weights_checksum(saved.tensors)}"
+        refusal = ""
+        try:
+            handle = pickle.dumps(snapshots.handle("kept"))
+            found = subprocess.run(  # noqa: S603 - our own Python
+                [sys.executable, "-c", _READER], input=handle, capture_output=True, check=True
+            ).stdout.decode()
+        except WeightsError as error:
+            refusal = str(error)
+        except subprocess.CalledProcessError as error:
+            refusal = error.stderr.decode()
+    bench.require_everywhere(not refusal, f"another process cannot read the snapshot: {refusal}")
+    bench.require_everywhere(found.strip() == expected, "another process reads other weights than were saved")
+
+
+def _there_and_back(driver: Driver) -> None:
+    driver.engine.move(to_cpu=True)
+    driver.engine.move(to_cpu=False)
 
 
 def _require_same(bench: Bench, driver: Driver, expected: dict[str, torch.Tensor], when: str) -> None:
@@ -147,4 +242,7 @@ CHECKS = (
     Check("snapshots/tags", (all_ranks(tags),), ("snapshots",)),
     Check("snapshots/buffers", (all_ranks(buffers),), ("snapshots",)),
     Check("snapshots/offloaded", (all_ranks(offloaded),), ("snapshots", "offload")),
+    Check("snapshots/never_stale", (all_ranks(never_stale),), ("snapshots",)),
+    Check("snapshots/limit", (all_ranks(limit),), ("snapshots",)),
+    Check("snapshots/shared", (all_ranks(shared),), ("snapshots",)),
 )

@@ -1,0 +1,89 @@
+"""A worker's calls for weights kept aside: what launchers use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from core.tests.fake_distributions import write_distribution
+from core.tests.snapshot_engine import change
+from verl_engine import EngineConfig, EngineWorker, Sequence, WeightsError
+from verl_engine.contract.names import BACKENDS_GROUP
+from verl_engine.engine.shared_snapshot import SnapshotReader
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+HOOKS = """
+from core.tests.snapshot_engine import (
+    engine_copy_weights_to_cpu, engine_create, engine_gradient_sync, engine_optimizer_step,
+    engine_restore_weights_from_cpu,
+)
+from verl_engine import BackendSpec, EngineConfig
+
+SPEC = BackendSpec("keeping", EngineConfig, ("cpu",))
+"""
+SEQUENCE = Sequence(np.array([1, 2, 3]), np.array([False, True, True]))
+
+
+@pytest.fixture
+def worker(site: Path) -> Iterator[EngineWorker]:
+    """With room for two snapshots of two pages each, and no third."""
+    points = {BACKENDS_GROUP: {"keeping": "keeping_hooks"}}
+    write_distribution(site, "keeping", points, modules={"keeping_hooks": HOOKS})
+    config = EngineConfig(backend="keeping", snapshot_memory="shared", snapshot_limit_bytes=20_000)
+    worker = EngineWorker(config, site)
+    worker.create()
+    yield worker
+    worker.close()
+
+
+def log_probs(worker: EngineWorker, tag: int | None = None) -> list[float]:
+    ((found,),) = worker.infer_batch([[SEQUENCE]], tag=tag)
+    return [float(value) for value in found]
+
+
+def test_log_probs_under_a_tag_are_those_of_the_older_policy_and_the_newer_one_stays(worker: EngineWorker) -> None:
+    worker.save_model_to_cpu(1, version=4)
+    # logits[t] = t, t + 8, … t + 32, which add up to 5 t + 80.
+    assert log_probs(worker) == [0.0, 90.0, 95.0]
+    change(worker.engine, 2.0)  # type: ignore[arg-type] # the small engine
+    assert log_probs(worker) == [0.0, 10.0, 10.0]
+    assert log_probs(worker, tag=1) == [0.0, 90.0, 95.0]
+    assert log_probs(worker) == [0.0, 10.0, 10.0]
+    with pytest.raises(WeightsError, match="no weights were saved under '2'"):
+        log_probs(worker, tag=2)
+
+
+def test_a_failure_under_a_tag_brings_the_newer_policy_back(
+    worker: EngineWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.save_model_to_cpu(1)
+    change(worker.engine, 2.0)  # type: ignore[arg-type]
+    with monkeypatch.context() as patch:
+        patch.setattr(type(worker.engine), "forward", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            log_probs(worker, tag=1)
+    assert log_probs(worker) == [0.0, 10.0, 10.0]
+
+
+def test_the_config_says_where_snapshots_lie_and_how_much_they_may_take(worker: EngineWorker) -> None:
+    worker.save_model_to_cpu(1, version=4)
+    assert SnapshotReader(worker.snapshot_handle(1)).newest().version == 4
+    worker.save_model_to_cpu(2)
+    with pytest.raises(WeightsError, match=r"engine\.snapshot_limit_bytes=20000"):
+        worker.save_model_to_cpu(3)
+    worker.clear_cpu_model(2)
+    worker.save_model_to_cpu(3)
+    worker.restore_model_from_cpu(1)
+
+
+def test_closing_a_worker_removes_what_it_shared(worker: EngineWorker) -> None:
+    worker.save_model_to_cpu(1)
+    handle = worker.snapshot_handle(1)
+    worker.close()
+    with pytest.raises(WeightsError, match="is gone"):
+        SnapshotReader(handle)

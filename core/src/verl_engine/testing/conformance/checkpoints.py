@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, Final
+from unittest import mock
 
 import torch
 
 from verl_engine.contract.errors import WeightsError
-from verl_engine.engine.checkpoint import load_checkpoint, save_checkpoint
+from verl_engine.engine.checkpoint_store import CheckpointStore
+from verl_engine.engine.checkpoint_writer import CheckpointWriter
 from verl_engine.testing.conformance.check import Check, all_ranks, one_rank
 from verl_engine.testing.conformance.driver import differences
 from verl_engine.testing.conformance.reference import furthest, make_sequences
@@ -18,6 +22,11 @@ if TYPE_CHECKING:
 
 SETTINGS: Final[dict[str, Any]] = {"warmup_steps": 3, "weight_decay": 0.1}
 EXPECTED: Final = "expected.pt"
+USER_STATE: Final = {"epoch": 1, "order": [3, 1, 2]}
+
+
+def _store(bench: Bench, keep_last: int | None = None) -> closing[CheckpointStore]:
+    return closing(CheckpointStore(bench.folder / "checkpoints", keep_last=keep_last, timeout_s=60.0))
 
 
 def _train(driver: Driver, *seeds: int) -> None:
@@ -25,17 +34,20 @@ def _train(driver: Driver, *seeds: int) -> None:
         driver.train(make_sequences(8, seed=seed))
 
 
-def train_and_save(bench: Bench) -> None:
-    """Save after two steps, over an earlier save, then make two more and keep their result."""
-    driver = bench.driver(**SETTINGS)
-    _train(driver, 0)
-    save_checkpoint(driver.engine, bench.folder / "step")
-    _train(driver, 1)
-    save_checkpoint(driver.engine, bench.folder / "step")
-    _train(driver, 2, 3)
-    expected = driver.weights()
+def _keep(bench: Bench, expected: Any) -> None:
     if bench.rank == 0:
         torch.save(expected, bench.folder / EXPECTED)
+
+
+def train_and_save(bench: Bench) -> None:
+    """Save after each of two steps, then make two more and keep their result."""
+    driver = bench.driver(**SETTINGS)
+    with _store(bench) as store:
+        for step in (0, 1):
+            _train(driver, step)
+            store.save(driver.engine, step)
+        _train(driver, 2, 3)
+    _keep(bench, driver.weights())
 
 
 def resume(bench: Bench) -> None:
@@ -57,7 +69,9 @@ def resume_elsewhere(bench: Bench) -> None:
 
 def _resume(bench: Bench) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     driver = bench.driver(**SETTINGS)
-    load_checkpoint(driver.engine, bench.folder / "step")
+    with _store(bench) as store:
+        info = store.load(driver.engine)
+    bench.require_everywhere(info.step == 1, f"the latest checkpoint is said to be of step {info.step}, not 1")
     _train(driver, 2, 3)
     return driver.weights(), torch.load(bench.folder / EXPECTED)
 
@@ -65,8 +79,9 @@ def _resume(bench: Bench) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tens
 def before_first_step(bench: Bench) -> None:
     """A checkpoint before the first step changes nothing, and can be resumed."""
     plain, saved, resumed = (bench.driver(**SETTINGS) for _ in range(3))
-    save_checkpoint(saved.engine, bench.folder / "step")
-    load_checkpoint(resumed.engine, bench.folder / "step")
+    with _store(bench) as store:
+        store.save(saved.engine, 0, wait=True)
+        store.load(resumed.engine)
     for driver in (plain, saved, resumed):
         _train(driver, 0)
     for what, driver in (("after a save", saved), ("after a resume", resumed)):
@@ -79,16 +94,104 @@ def nothing_there(bench: Bench) -> None:
     driver = bench.driver()
     is_refused = False
     try:
-        load_checkpoint(driver.engine, bench.folder)
+        with _store(bench) as store:
+            store.load(driver.engine)
     except WeightsError:
         is_refused = True
     bench.require_everywhere(is_refused, "resuming from an empty folder raised no WeightsError")
+
+
+def in_background(bench: Bench) -> None:
+    """Training that goes on while a checkpoint is written does not get into it."""
+    # The rate rises in each step: a schedule that ran ahead shows in the second step after the resume.
+    driver, twin, resumed = (bench.driver(warmup_steps=9, weight_decay=0.1) for _ in range(3))
+    _train(driver, 0)
+    _train(twin, 0)
+    before = driver.weights()
+    may_write = threading.Event()
+    write = CheckpointWriter.write
+
+    def write_late(writer: CheckpointWriter) -> None:
+        may_write.wait(60.0)
+        write(writer)
+
+    with _store(bench) as store:
+        with mock.patch.object(CheckpointWriter, "write", write_late):
+            store.save(driver.engine, 1)
+            _train(driver, 1, 2)
+            may_write.set()
+            store.wait()
+        store.load(resumed.engine)
+    found = differences(resumed.weights(), before)
+    bench.require_everywhere(found == "none", f"weights at the save and those in the checkpoint: {found}")
+    for each in (resumed, twin):
+        _train(each, 3, 4)
+    found = differences(resumed.weights(), twin.weights())
+    bench.require_everywhere(found == "none", f"two steps after the resume: {found}; optimizer or schedule leaked")
+
+
+def train_with_dropout(bench: Bench) -> None:
+    """Save in the middle of a run with dropout, and keep what it ends with."""
+    driver = bench.driver("dropout")
+    with _store(bench) as store:
+        _train(driver, 0)
+        store.save(driver.engine, 1, USER_STATE)
+        _train(driver, 1, 2)
+    _keep(bench, driver.weights())
+
+
+def random_numbers(bench: Bench) -> None:
+    """A resumed run with dropout goes on bit for bit, and the caller's own state comes back."""
+    driver = bench.driver("dropout")
+    with _store(bench) as store:
+        info = store.load(driver.engine)
+    bench.require_everywhere(info.user_state == USER_STATE, f"user_state came back as {info.user_state}")
+    bench.require_everywhere(info.rng == "restored", f"random numbers were {info.rng}")
+    _train(driver, 1, 2)
+    found = differences(driver.weights(), torch.load(bench.folder / EXPECTED))
+    bench.require_everywhere(found == "none", f"two steps with dropout after the resume: {found}")
+
+
+def keep_last(bench: Bench) -> None:
+    """Of several checkpoints the last ones are kept, and each holds the state of its own step."""
+    driver, fresh = bench.driver(), bench.driver()
+    expected = {}
+    with _store(bench, keep_last=2) as store:
+        for step in range(3):
+            _train(driver, step)
+            expected[step] = driver.weights()
+            store.save(driver.engine, step)
+        store.wait()
+        bench.require_everywhere(store.steps() == [1, 2], f"two should be kept, there are those of {store.steps()}")
+        for step in (2, 1):
+            store.load(fresh.engine, step)
+            found = differences(fresh.weights(), expected[step])
+            bench.require_everywhere(found == "none", f"loaded after step {step}: {found}")
+
+
+def buffers(bench: Bench) -> None:
+    """Buffers that change in training, persistent or not, are saved and come back with the weights."""
+    driver, fresh = bench.driver("buffered"), bench.driver("buffered")
+    _train(driver, 0)
+    sequences = make_sequences(5)
+    with _store(bench) as store:
+        store.save(driver.engine, 1, wait=True)
+        store.load(fresh.engine)
+    pairs = zip(fresh.infer(sequences), driver.infer(sequences), strict=True)
+    bench.require_everywhere(
+        all(torch.equal(found, expected) for found, expected in pairs),
+        "after a resume log-probs differ: buffers that changed in training were lost",
+    )
 
 
 CHECKS = (
     Check("checkpoints/resume", (all_ranks(train_and_save), all_ranks(resume)), ("checkpoints",)),
     Check("checkpoints/before_first_step", (all_ranks(before_first_step),), ("checkpoints",)),
     Check("checkpoints/nothing_there", (all_ranks(nothing_there),), ("checkpoints",)),
+    Check("checkpoints/in_background", (all_ranks(in_background),), ("checkpoints",)),
+    Check("checkpoints/random_numbers", (all_ranks(train_with_dropout), all_ranks(random_numbers)), ("checkpoints",)),
+    Check("checkpoints/keep_last", (all_ranks(keep_last),), ("checkpoints",)),
+    Check("checkpoints/buffers", (all_ranks(buffers),), ("checkpoints",)),
     Check(
         "checkpoints/to_fewer_ranks",
         (all_ranks(train_and_save), one_rank(resume_elsewhere)),

@@ -1,0 +1,134 @@
+"""The folders of checkpoints on the disk: which are whole, and how one appears or goes in a single step.
+
+Imports no torch. A folder gets its final name, ``step-00000012``, by a rename, when all in it is on the disk; what is
+being written or deleted has a hidden name. So a process that is killed at any moment leaves whole checkpoints and
+hidden remains, nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Final
+
+from verl_engine.contract.errors import WeightsError
+
+MANIFEST: Final = "checkpoint.json"
+METADATA: Final = ".metadata"
+"""Written by torch's distributed checkpoints: which part of which tensor is where."""
+_WHOLE: Final = re.compile(r"step-(\d{8,})")
+_REMAINS: Final = re.compile(r"\.step-\d{8,}\.(partial|deleted)")
+
+
+def step_folder(root: Path, step: int) -> Path:
+    """Return where the checkpoint of a step is, or would be."""
+    return root / f"step-{step:08d}"
+
+
+def partial_folder(root: Path, step: int) -> Path:
+    """Return where the checkpoint of a step is written, before it is whole."""
+    return root / f".step-{step:08d}.partial"
+
+
+def whole_steps(root: Path) -> list[int]:
+    """List the steps of which there is a whole checkpoint, lowest first."""
+    if not root.is_dir():
+        return []
+    found = ((_WHOLE.fullmatch(path.name), path) for path in root.iterdir())
+    return sorted(int(match[1]) for match, path in found if match and is_whole(path))
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a folder is a whole checkpoint; a copy of one that was interrupted is not."""
+    return all((folder / name).is_file() for name in (MANIFEST, METADATA))
+
+
+def require_whole(folder: Path) -> Path:
+    """Return the folder.
+
+    Raises:
+        WeightsError: it is no whole checkpoint.
+    """
+    missing = [name for name in (MANIFEST, METADATA) if not (folder / name).is_file()]
+    if missing:
+        raise WeightsError(f"{folder} holds no whole checkpoint (there is no {' and no '.join(missing)} in it)")
+    return folder
+
+
+def find_step(root: Path, step: int | None) -> int:
+    """Return the step, if there is a whole checkpoint of it, or the latest one for None.
+
+    Raises:
+        WeightsError: there is none; the message lists what there is.
+    """
+    steps = whole_steps(root)
+    if step is None and steps:
+        return steps[-1]
+    if step in steps and step is not None:
+        return step
+    wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
+    raise WeightsError(
+        f"{root} holds no whole {wanted}; there are those of steps {', '.join(map(str, steps)) or 'none'}"
+    )
+
+
+def clear_remains(root: Path) -> None:
+    """Delete what an interrupted write or deletion left."""
+    if root.is_dir():
+        for path in root.iterdir():
+            if _REMAINS.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def publish(root: Path, step: int) -> None:
+    """Give a written checkpoint its final name. All its files are on the disk already; their names are made so here."""
+    partial = partial_folder(root, step)
+    for folder, _, _ in os.walk(partial):
+        sync_folder(Path(folder))
+    partial.rename(step_folder(root, step))
+    sync_folder(root)
+
+
+def make_partial(root: Path, step: int) -> None:
+    """Make the hidden folder that a checkpoint is written in.
+
+    Raises:
+        WeightsError: there is a checkpoint of the step.
+    """
+    if step_folder(root, step).exists():
+        raise WeightsError(f"{root} holds one already; remove({step}) first, or save under another step")
+    clear_remains(root)
+    partial_folder(root, step).mkdir(parents=True)
+
+
+def delete(root: Path, step: int) -> None:
+    """Delete a checkpoint; it is gone from the list at once, and never half there."""
+    hidden = root / f".step-{step:08d}.deleted"
+    shutil.rmtree(hidden, ignore_errors=True)
+    step_folder(root, step).rename(hidden)
+    sync_folder(root)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file, and wait until its content is on the disk."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def folder_bytes(folder: Path) -> int:
+    """Return what all files in a folder take."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

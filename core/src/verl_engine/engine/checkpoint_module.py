@@ -1,0 +1,119 @@
+"""The state of an engine over one torch module, plain or sharded, for torch's distributed checkpoints."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_WRAPPERS: Final = re.compile(r"_(checkpoint_wrapped_module|fsdp_wrapped_module|orig_mod)\.")
+"""What wrappers put into names; torch takes it out of those of parameters and persistent buffers."""
+
+_OF_THIS_MACHINE: Final = ("fused", "foreach", "capturable")
+"""How an optimizer computes, which depends on the device: a run may go on on another kind."""
+
+
+class Stateful(Protocol):
+    """Has a state, such as a schedule or a loss scaler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> Any:
+        """Take it."""
+
+
+def module_state(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer | None, others: dict[str, Stateful | None]
+) -> dict[str, Any]:
+    """Collect the state; tensors are live, or parts of flat ones.
+
+    Args:
+        module: tied parameters come once, under their first name.
+        optimizer: if it never stepped, its state comes all zero, as a place to load one into; it gets none itself.
+        others: by their names in the state; those that are None are left out.
+    Collectives: those of torch's own, for FSDP1 modules.
+    """
+    state: dict[str, Any] = {"model": _without_ties(module, get_model_state_dict(module))}
+    state["buffers"] = dict(_unsaved_buffers(module))
+    if optimizer is not None:
+        is_fresh = not optimizer.state
+        if is_fresh:
+            _fill_state(optimizer)
+        state["optimizer"] = get_optimizer_state_dict(module, optimizer)
+        if is_fresh:
+            optimizer.state.clear()
+    return state | {name: other.state_dict() for name, other in others.items() if other is not None}
+
+
+def load_module_state(
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    others: dict[str, Stateful | None],
+    state: dict[str, Any],
+) -> None:
+    """Take a state as `module_state` collects it; what it lacks of buffers and `others` stays as it is."""
+    lax = StateDictOptions(strict=False)  # tied names come once, parameters that were never trained have no state
+    set_model_state_dict(module, state["model"], options=lax)
+    buffers = dict(_unsaved_buffers(module))
+    with torch.no_grad():
+        for name, value in state.get("buffers", {}).items():
+            buffers[name].copy_(value)
+    if optimizer is not None:
+        for group in state["optimizer"]["param_groups"]:
+            group.update({key: value for key, value in optimizer.param_groups[0].items() if key in _OF_THIS_MACHINE})
+        set_optimizer_state_dict(module, optimizer, state["optimizer"], options=lax)
+    for name, other in others.items():
+        if other is not None and name in state:
+            other.load_state_dict(state[name])
+
+
+def _without_ties(module: torch.nn.Module, model: dict[str, Any]) -> dict[str, Any]:
+    """Leave out further names of parameters and buffers that are there already."""
+    first: dict[int, str] = {}
+    further = set()
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    for name, tensor in named:
+        plain = _WRAPPERS.sub("", name)
+        if first.setdefault(id(tensor), plain) != plain:
+            further.add(plain)
+    return {name: tensor for name, tensor in model.items() if name not in further}
+
+
+def _unsaved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the live buffers that are in no state dict: some change in training, and the rest costs little."""
+    for prefix, inner in module.named_modules():
+        for name in sorted(inner._non_persistent_buffers_set):  # noqa: SLF001 - torch has no public way to ask
+            buffer = getattr(inner, name)
+            if buffer is not None:
+                yield _WRAPPERS.sub("", f"{prefix}.{name}" if prefix else name), buffer
+
+
+def _fill_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer that never stepped the state that it will have, all zero, by a step without effect."""
+    trained = [entry for group in optimizer.param_groups for entry in group["params"] if entry.requires_grad]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+    # Not the schedule's wrapper around the method, which counts steps.
+    type(optimizer).step(optimizer)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for parameter in trained:
+        parameter.grad = None
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"].zero_()  # the step without effect was counted

@@ -1,0 +1,108 @@
+"""How the ranks of a world talk about a checkpoint, beside the collectives of training; waits name who is stuck."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from typing import Any, Final, TypeVar
+
+import torch.distributed as dist
+
+from verl_engine.contract.errors import EngineError, StuckError, WeightsError
+
+Value = TypeVar("Value")
+_GRACE_S: Final = 10.0
+"""By how much others wait longer than the first rank, which is the one that learns who is missing."""
+
+
+class CheckpointRanks:
+    """All ranks, in a gloo group of their own: it may be used in a thread while training uses others.
+
+    Every method is a collective over it, called by all ranks in the same order.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        """Make the group, where there is more than one rank. Collectives: those of a new group."""
+        self.timeout_s = timeout_s
+        is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+        self.rank = 0 if is_alone else dist.get_rank()
+        self.size = 1 if is_alone else dist.get_world_size()
+        self._group: dist.ProcessGroup | None = None
+        if not is_alone:
+            timeout = datetime.timedelta(seconds=timeout_s + 2 * _GRACE_S)
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that creates and renames."""
+        return self.rank == 0
+
+    @property
+    def patience_s(self) -> float:
+        """How long to wait for a thread of this rank that waits for the others: a little longer than it does."""
+        return self.timeout_s + 2 * _GRACE_S
+
+    def meet(self, doing: str) -> None:
+        """Wait for all ranks.
+
+        Raises:
+            StuckError: some did not come in time.
+        """
+        if self._group is None:
+            return
+        wait_s = self.timeout_s + (0 if self.is_first else _GRACE_S)
+        try:
+            dist.monitored_barrier(self._group, datetime.timedelta(seconds=wait_s), wait_all_ranks=True)
+        except RuntimeError as error:
+            missing = re.search(r"Ranks? ([\d, ]+) failed to pass", str(error))
+            who = (
+                f"rank {missing[1]} did not come" if missing else "rank 0 did not go on; its message says who is stuck"
+            )
+            raise StuckError(f"{doing}: {who} within {wait_s:g} s (rank {self.rank} waited)") from error
+
+    def gather(self, value: Value, doing: str) -> list[Value]:
+        """Return every rank's value on the first rank, in rank order; elsewhere nothing."""
+        if self._group is None:
+            return [value]
+        self.meet(doing)
+        values: list[Any] | None = [None] * self.size if self.is_first else None
+        dist.gather_object(value, values, group=self._group, dst=0)
+        return values or []
+
+    def deal(self, values: list[Value], doing: str) -> Value:
+        """Return this rank's of the values that the first rank has."""
+        if self._group is None:
+            return values[0]
+        self.meet(doing)
+        own: list[Any] = [None]
+        dist.scatter_object_list(own, values or None, group=self._group, src=0)
+        found: Value = own[0]
+        return found
+
+    def share(self, value: Value, doing: str) -> Value:
+        """Return the first rank's value everywhere."""
+        return self.deal([value] * self.size if self.is_first else [], doing)
+
+    def agree(self, failure: Exception | None, doing: str) -> None:
+        """Go on only if all ranks can.
+
+        Raises:
+            StuckError: some did not come in time.
+            WeightsError: there is a failure on some rank; the message is that of the lowest, and this rank's own is the
+                cause.
+        """
+        told = self.gather(None if failure is None else _text(failure), doing)
+        failed = [f"rank {rank}: {text}" if self.size > 1 else text for rank, text in enumerate(told) if text]
+        verdict = self.share(failed[0] if failed else "", doing)
+        if verdict:
+            raise WeightsError(f"{doing}: {verdict}") from failure
+
+    def close(self) -> None:
+        """Give up the group. Harmless when called twice, and after all groups are gone."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+
+def _text(failure: Exception) -> str:
+    return str(failure) if isinstance(failure, EngineError) else f"{type(failure).__name__}: {failure}"

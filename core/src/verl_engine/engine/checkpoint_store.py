@@ -1,0 +1,321 @@
+"""A folder of checkpoints: one driver for all engines, through what every engine can say of its state.
+
+A checkpoint is written in the background from a copy of the state, by torch's distributed checkpoints, so any number of
+ranks may read it. It appears under its name only when it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from verl_engine.contract.errors import ConfigError, EngineError, StuckError, WeightsError
+from verl_engine.engine import checkpoint_folders as folders
+from verl_engine.engine.checkpoint_manifest import MODEL_FOLDER, CheckpointManifest, check_user_state, copy_model_files
+from verl_engine.engine.checkpoint_ranks import CheckpointRanks
+from verl_engine.engine.checkpoint_reader import CheckpointReader
+from verl_engine.engine.checkpoint_writer import CheckpointWriter, StagingMemory, plan_checkpoint, saved_weights
+from verl_engine.engine.rng_state import restore_rng, rng_state, seed_anew
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from verl_engine.contract.engine_config import EngineConfig
+    from verl_engine.engine.base import Engine
+    from verl_engine.engine.checkpoint_writer import CheckpointPlanner
+
+_log: Final = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """What was loaded."""
+
+    step: int
+    user_state: dict[str, Any]
+    """As it was given to `CheckpointStore.save`."""
+    world_size: int
+    """Number of ranks that saved it."""
+    rng: str
+    """``restored``, or ``seeded anew`` where the number of ranks is another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One checkpoint that is being written."""
+
+    step: int
+    config: EngineConfig
+    planner: CheckpointPlanner
+    contents: tuple[str, ...]
+    user_state: dict[str, Any]
+    keep_last: int | None
+
+
+class CheckpointStore:
+    """Saves and loads the state of an engine; every rank makes the same calls in the same order."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        keep_last: int | None = None,
+        model_folder: Path | None = None,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        """Nothing is read or written yet. Collectives: those of a new group of all ranks.
+
+        Args:
+            root: the folder that holds the checkpoints, the same for every rank, on storage that all ranks see.
+            keep_last: how many to keep; older ones are deleted after a new one is whole. None keeps all.
+            model_folder: its config and tokenizer files are kept in each checkpoint, for exports.
+            timeout_s: how long ranks wait for each other, and for a write that is under way.
+        """
+        self.root = root
+        self.keep_last = keep_last
+        self._model_folder = model_folder
+        self._ranks = CheckpointRanks(timeout_s)
+        self._memory = StagingMemory()
+        self._writing: threading.Thread | None = None
+        self._step = 0
+        self._failure: Exception | None = None
+
+    def save(self, engine: Engine, step: int, user_state: dict[str, Any] | None = None, *, wait: bool = False) -> None:
+        """Write a checkpoint.
+
+        The caller waits while the state is copied, then training may go on. One that is still being written is waited
+        for first.
+
+        Args:
+            engine: between two steps.
+            step: how many were made; names the checkpoint.
+            user_state: what else the job needs to go on, such as its position in the data, as JSON; the same on every
+                rank.
+            wait: return only when it is whole, and make no copy.
+        Raises:
+            WeightsError: the one before could not be written (the cause is chained), or there is one of this step, or
+                with `wait` this one could not be written. Checkpoints before it are as they were.
+            ConfigError: the user state would not come back from JSON as it is, or `step` or `keep_last` is too low.
+            StuckError: a rank did not come in time; names it.
+        Collectives: in a group of their own; those of the engine's ``state_dict``.
+        """
+        self.wait()
+        if self.keep_last is not None and self.keep_last < 1:
+            raise ConfigError(f"keep_last={self.keep_last} would keep no checkpoint; use 1 or more, or None for all")
+        if step < 0:
+            raise ConfigError(f"step={step} must be 0 or more")
+        state_json = check_user_state(user_state or {})
+        self._begin(step, state_json)
+        state = {**engine.state_dict(), "rng": {f"rank-{self._ranks.rank}": (rng_state(engine.device),)}}
+        planner = plan_checkpoint(state, self._ranks)
+        job = _Job(step, engine.config, planner, tuple(state), json.loads(state_json), self.keep_last)
+        if wait:
+            self._write(job)
+            self.wait()
+            return
+        planner.stage(self._memory)
+        engine.device.synchronize()  # copies from an accelerator are complete
+        self._step = step
+        self._writing = threading.Thread(target=self._write, args=(job,), name=f"checkpoint of step {step}")
+        self._writing.start()
+
+    def wait(self) -> None:
+        """Wait until what is being written is whole.
+
+        Raises:
+            WeightsError: it could not be written; the cause is chained. Raised once, by the first call after it.
+            StuckError: it takes longer than the time limit, or a rank did not come in time.
+        """
+        if self._writing is not None:
+            self._writing.join(self._ranks.patience_s)
+            if self._writing.is_alive():
+                raise StuckError(
+                    f"rank {self._ranks.rank} still writes the checkpoint of step {self._step} to {self.root} after "
+                    f"{self._ranks.patience_s:g} s; is its storage stuck?"
+                )
+            self._writing = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            kind = StuckError if isinstance(failure, StuckError) else WeightsError
+            raise kind(f"no checkpoint was written, those before it are as they were: {failure}") from failure
+
+    def steps(self) -> list[int]:
+        """List the steps of all whole checkpoints, lowest first. No collectives."""
+        return folders.whole_steps(self.root)
+
+    def latest(self) -> int | None:
+        """Return the step of the newest whole checkpoint, if there is one. No collectives."""
+        return next(reversed(self.steps()), None)
+
+    def load(self, engine: Engine, step: int | None = None) -> CheckpointInfo:
+        """Resume from a checkpoint, on as many ranks as now are.
+
+        On the number of ranks that saved it, each rank's random numbers go on as they would have; on another number
+        they are seeded anew from seed, step and rank.
+
+        Args:
+            engine: made from the same model; its backend may be another one.
+            step: which; by default the newest.
+        Raises:
+            WeightsError: there is none, it is damaged or of another version or model (nothing was loaded), or reading
+                failed on the way (the engine is not fit for use then).
+            StuckError: a rank did not come in time.
+        Collectives: in a group of their own; those of the engine's ``state_dict`` and ``load_state_dict``.
+        """
+        self.wait()
+        step = self._choose(step)
+        doing = f"loading the checkpoint of step {step}"
+        state = engine.state_dict()
+        manifest, reader = self._opened(engine, state, step, doing)
+        own = f"rank-{self._ranks.rank}"
+        rng: dict[str, Any] = {"rng": {own: None}} if manifest.world_size == self._ranks.size else {}
+        failure: Exception | None = None
+        try:
+            reader.read(state)
+            reader.read(rng)
+        except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
+            failure = error
+        engine.note_weights_changed()
+        self._ranks.agree(failure, f"{doing} failed on the way, the engine holds a part of it")
+        engine.load_state_dict(state)
+        if rng:
+            restore_rng(rng["rng"][own][0], engine.device)
+        else:
+            seed_anew(engine.config.seed, step, self._ranks.rank)
+            was, now = manifest.world_size, self._ranks.size
+            _log.info("step %d was saved by %d ranks, these are %d: random numbers are seeded anew", step, was, now)
+        how = "restored" if rng else "seeded anew"
+        return CheckpointInfo(step, manifest.user_state, manifest.world_size, how)
+
+    def remove(self, step: int) -> None:
+        """Delete a checkpoint, such as one of a run that is given up. Collectives: one.
+
+        Raises:
+            WeightsError: there is none of this step.
+        """
+        self.wait()
+        failure: Exception | None = None
+        if self._ranks.is_first:
+            try:
+                folders.delete(self.root, folders.find_step(self.root, step))
+            except (OSError, EngineError) as error:
+                failure = error
+        self._ranks.agree(failure, f"removing the checkpoint of step {step}")
+
+    def close(self) -> None:
+        """Wait for what is being written, then give up the group. Harmless when called twice."""
+        try:
+            self.wait()
+        finally:
+            self._ranks.close()
+
+    def _begin(self, step: int, state_json: str) -> None:
+        """Make sure that all ranks save the same, and make the hidden folder."""
+        doing = f"the checkpoint of step {step}"
+        told = self._ranks.gather((step, state_json), doing)
+        failure: Exception | None = None
+        odd = next((rank for rank, other in enumerate(told) if other != told[0]), 0)
+        if odd:
+            failure = WeightsError(
+                f"the ranks do not save the same step and user_state: rank 0 has step {told[0][0]} and "
+                f"{told[0][1]:.200}, rank {odd} has step {told[odd][0]} and {told[odd][1]:.200}"
+            )
+        elif self._ranks.is_first:
+            try:
+                folders.make_partial(self.root, step)
+            except (OSError, WeightsError) as error:
+                failure = error
+        self._ranks.agree(failure, doing)
+
+    def _write(self, job: _Job) -> None:
+        """Write and publish; keeps a failure for the next call, since in a thread nobody would see it."""
+        doing = f"the checkpoint of step {job.step}"
+        partial = folders.partial_folder(self.root, job.step)
+        try:
+            writer = CheckpointWriter(partial, job.planner, self._ranks, doing)
+            writer.write()
+            failure: Exception | None = None
+            if self._ranks.is_first:
+                try:
+                    self._publish(job, writer)
+                    self._delete_old(job)  # before the others go on: all see the same list
+                except Exception as error:  # noqa: BLE001 - the others must hear of it, whatever it is
+                    failure = error
+            self._ranks.agree(failure, f"{doing}, publishing it")
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must be told
+            self._failure = error
+            _log.error("%s was not written: %s", doing, error)  # the next call raises it, with its cause
+            if self._ranks.is_first and not isinstance(error, StuckError):  # then another may still be writing
+                shutil.rmtree(partial, ignore_errors=True)  # where the disk is full, others need the room
+
+    def _publish(self, job: _Job, writer: CheckpointWriter) -> None:
+        """Complete the folder and give it its name; on the first rank."""
+        partial = folders.partial_folder(self.root, job.step)
+        metadata = writer.finish()
+        if self._model_folder is not None:
+            copy_model_files(self._model_folder, partial / MODEL_FOLDER)
+        weights = saved_weights(metadata)
+        manifest = CheckpointManifest.describe(
+            job.config, job.step, self._ranks.size, job.contents, weights, job.user_state
+        )
+        manifest.write(partial)
+        folders.publish(self.root, job.step)
+
+    def _delete_old(self, job: _Job) -> None:
+        """Delete older checkpoints than those to keep, now that a new one is whole; later ones are left alone."""
+        if job.keep_last is None:
+            return
+        try:
+            for old in [step for step in self.steps() if step <= job.step][: -job.keep_last]:
+                folders.delete(self.root, old)
+        except OSError as error:  # what was asked for is on the disk all the same
+            _log.warning("old checkpoints in %s could not be deleted: %s", self.root, error)
+
+    def _choose(self, step: int | None) -> int:
+        """Let the first rank say which checkpoint: others may see an older state of the storage."""
+        failure: Exception | None = None
+        if self._ranks.is_first:
+            try:
+                step = folders.find_step(self.root, step)
+            except WeightsError as error:
+                failure = error
+        self._ranks.agree(failure, "loading a checkpoint")
+        chosen = self._ranks.share(step, "loading a checkpoint")
+        assert chosen is not None
+        return chosen
+
+    def _opened(
+        self, engine: Engine, state: dict[str, Any], step: int, doing: str
+    ) -> tuple[CheckpointManifest, CheckpointReader]:
+        """Open a checkpoint and make sure, on every rank, that all of them can read it."""
+        folder = folders.step_folder(self.root, step)
+        failure: Exception | None = None
+        opened: tuple[CheckpointManifest, CheckpointReader] | None = None
+        try:
+            manifest, reader = CheckpointManifest.read(folder), CheckpointReader(folder)
+            reader.fit(state)
+            _check_adapters(manifest, engine.config)
+            opened = manifest, reader
+        except WeightsError as error:
+            failure = error
+        self._ranks.agree(failure, doing)
+        assert opened is not None
+        return opened
+
+
+def _check_adapters(manifest: CheckpointManifest, config: EngineConfig) -> None:
+    """Make sure that adapters have the scale that they were trained with; nothing in the weights would show it.
+
+    Raises:
+        WeightsError: it is another.
+    """
+    was, now = manifest.lora, config.lora
+    if was is not None and now is not None and was["alpha"] / was["rank"] != now.alpha / now.rank:
+        raise WeightsError(
+            f"engine.lora.alpha={now.alpha} with rank {now.rank}, but the checkpoint's adapters were trained with "
+            f"alpha {was['alpha']} and rank {was['rank']}: they would count differently; use those"
+        )

@@ -1,0 +1,169 @@
+"""Writes one checkpoint: its plan is made of the live state, its content may be a copy that training cannot reach."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from verl_engine.contract.errors import WeightsError
+from verl_engine.engine.checkpoint_manifest import SavedWeight
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import SavePlan
+    from torch.distributed.checkpoint.storage import WriteResult
+
+    from verl_engine.engine.checkpoint_ranks import CheckpointRanks
+
+WEIGHTS: Final = "model."
+"""What the keys of weights begin with."""
+
+
+class StagingMemory:
+    """Memory on the CPU for a copy of this rank's state; kept for the next one, since fresh pages are slow."""
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def copy(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Copy a flat state, tensors into own memory; on an accelerator the copies may still be under way."""
+        former, self._kept = self._kept, {}
+        return {key: self._copy(key, value, former) for key, value in state.items()}
+
+    def _copy(self, key: str, value: Any, former: dict[str, torch.Tensor]) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return copy.deepcopy(value)
+        live = value.detach()
+        if isinstance(live, DTensor):
+            live = live.to_local()
+        own = former.get(key)
+        if own is None or own.shape != live.shape or own.dtype != live.dtype:
+            own = torch.empty(live.shape, dtype=live.dtype, device="cpu", pin_memory=live.device.type != "cpu")
+        # On the CPU neither detach() nor cpu() copies: training that goes on would write into the checkpoint.
+        self._kept[key] = own.copy_(live, non_blocking=True)
+        return own
+
+
+class CheckpointPlanner(DefaultSavePlanner):
+    """Plans what this rank writes; can be told to write a copy of the state instead of the state itself."""
+
+    _copied: dict[str, Any] | None = None
+
+    def stage(self, memory: StagingMemory) -> None:
+        """Copy the state; it is no longer needed afterwards."""
+        self._copied = memory.copy(self.state_dict)
+        self.state_dict = {}
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """Return what is written for one item of the plan; a rank has one part of a tensor at most."""
+        return super().lookup_object(index) if self._copied is None else self._copied[index.fqn]
+
+
+def plan_checkpoint(state: dict[str, Any], ranks: CheckpointRanks) -> CheckpointPlanner:
+    """Plan this rank's part. No collectives."""
+    planner = CheckpointPlanner()
+    planner.set_up_planner(state, is_coordinator=ranks.is_first)
+    planner.create_local_plan()
+    return planner
+
+
+class CheckpointWriter:
+    """Writes the parts of all ranks into a folder; `write` is a collective."""
+
+    def __init__(self, folder: Path, planner: CheckpointPlanner, ranks: CheckpointRanks, doing: str) -> None:
+        """Remember what to write.
+
+        Args:
+            folder: exists, on storage that all ranks see.
+            planner: of this rank.
+            ranks: all of them.
+            doing: begins the message of a wait that takes too long.
+        """
+        self._folder = folder
+        self._planner = planner
+        self._ranks = ranks
+        self._doing = doing
+        self._writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, overwrite=False)
+        self._metadata: Metadata | None = None
+        self._results: list[list[WriteResult]] = []
+
+    def write(self) -> None:
+        """Divide the work, and write this rank's files.
+
+        Raises:
+            StuckError: a rank did not come in time.
+            WeightsError: a rank failed; the message says which and why.
+        """
+        plan = self._divide()
+        failure: Exception | None = None
+        results: list[WriteResult] = []
+        try:
+            results = self._writer.write_data(self._planner.finish_plan(plan), self._planner).wait()
+        except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
+            failure = error
+        self._ranks.agree(failure, f"{self._doing}, writing the ranks' parts")
+        self._results = self._ranks.gather(results, f"{self._doing}, collecting what was written")
+
+    def finish(self) -> Metadata:
+        """Write what says where everything is; on the first rank only, after `write`. No collectives.
+
+        Raises:
+            WeightsError: what another rank wrote is not to be seen here.
+        """
+        assert self._metadata is not None
+        parts = [result.storage_data for results in self._results for result in results]
+        damage = missing_part(self._folder, parts)
+        if damage:
+            raise WeightsError(
+                f"of what the ranks wrote, {damage} in {self._folder}, as the first rank sees it; checkpoints must lie "
+                "on storage that all ranks share"
+            )
+        self._writer.finish(self._metadata, self._results)
+        return self._metadata
+
+    def _divide(self) -> SavePlan:
+        doing = f"{self._doing}, dividing the work"
+        self._writer.set_up_storage_writer(self._ranks.is_first)
+        plans = self._ranks.gather(self._writer.prepare_local_plan(self._planner.plan), doing)
+        failure: Exception | None = None
+        if self._ranks.is_first:
+            try:
+                plans, self._metadata = self._planner.create_global_plan(plans)
+                plans = self._writer.prepare_global_plan(plans)
+            except ValueError as error:  # parts that overlap, or leave a hole
+                failure = error
+        self._ranks.agree(failure, doing)
+        return self._ranks.deal(plans, doing)
+
+
+def missing_part(folder: Path, parts: Iterable[Any]) -> str:
+    """Say which file that parts of a checkpoint lie in is missing or too short; empty if none is."""
+    sizes: dict[str, int] = {}
+    for part in parts:
+        sizes[part.relative_path] = max(sizes.get(part.relative_path, 0), part.offset + part.length)
+    for name, size in sorted(sizes.items()):
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size < size:
+            return f"{name} has {path.stat().st_size} bytes of {size}"
+    return ""
+
+
+def saved_weights(metadata: Metadata) -> dict[str, SavedWeight]:
+    """List the weights in a checkpoint."""
+    return {
+        key.removeprefix(WEIGHTS): SavedWeight(tuple(entry.size), str(entry.properties.dtype).removeprefix("torch."))
+        for key, entry in metadata.state_dict_metadata.items()
+        if key.startswith(WEIGHTS) and isinstance(entry, TensorStorageMetadata)
+    }

@@ -1,62 +1,91 @@
 """One micro-batch through the model, packed or padded.
 
-Shape legend: T tokens of a micro-batch, t those of this rank, m loss tokens it predicts, N sequences, L the longest of
-them, V vocabulary.
+Shape legend: T tokens of a micro-batch, t those of this rank, m loss tokens that it predicts, F figures a token,
+N sequences, L the longest of them.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl_engine.engine.token_log_probs import token_log_probs
 from verl_engine.engine.token_output import TokenOutput
-from verl_fsdp.sequence_parallel import slice_tokens
+from verl_fsdp.sequence_parallel import slice_tokens, sum_over_group
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
     from verl_engine.batch.packed import PackedBatch
     from verl_fsdp.config import ShardedConfig
+    from verl_fsdp.head import Head
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRun:
+    """What goes into the model, and where in its output this rank's loss tokens are predicted."""
+
+    inputs: dict[str, Any]
+    """Arguments of the model."""
+    rows: torch.Tensor
+    """[m] int64: rows of the model's output."""
+    columns: torch.Tensor
+    """[m] int64: places in them, each of the token before the one it predicts."""
+    loss_positions: torch.Tensor
+    """[m] int64: places, among the T, of the tokens that are predicted."""
 
 
 def forward(
     model: torch.nn.Module,
+    head: Head,
     config: ShardedConfig,
     batch: PackedBatch,
     temperature: float,
     sequence: dist.ProcessGroup | None,
 ) -> TokenOutput:
-    """Run the model on a micro-batch; see `Engine.forward`."""
-    logits_MV = _packed_logits(model, batch, sequence) if config.packing else _padded_logits(model, batch)
-    return TokenOutput(token_log_probs(logits_MV, batch, temperature))
+    """Run the model on a micro-batch; see `Engine.forward`.
+
+    Args:
+        model: sharded.
+        head: what it ends in.
+        config: of the engine.
+        batch: the micro-batch; the same on all ranks of `sequence`.
+        temperature: divides the logits.
+        sequence: the ranks that split the tokens among them; None where nobody does.
+    """
+    run = _packed(batch, sequence) if config.packing else _padded(batch)
+    targets = batch.input_ids[run.loss_positions]
+    figures_mF = head.figures(model, run, targets, temperature)
+    zeros_TF = figures_mF.new_zeros(batch.num_tokens, figures_mF.shape[1])
+    figures_TF = sum_over_group(zeros_TF.index_put((run.loss_positions,), figures_mF), sequence)
+    return TokenOutput(**dict(zip(head.gives, figures_TF.unbind(-1), strict=True)))
 
 
-def _packed_logits(model: torch.nn.Module, batch: PackedBatch, sequence: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return [M, V]: the logits that predict each loss token."""
+def _packed(batch: PackedBatch, sequence: dist.ProcessGroup | None) -> ModelRun:
+    """Lay all sequences in one row, or this rank's part of it."""
     tokens = slice_tokens(batch, sequence)
-    # attention_mask or use_cache would make transformers mix or mask the packed sequences without a word.
-    output = model(
-        input_ids=tokens.input_ids[None],
-        position_ids=tokens.position_ids[None],
-        attention_mask=None,
-        use_cache=False,
-        logits_to_keep=tokens.predictors,
-        packed_runs=batch.segment_runs,
-    )
-    logits: torch.Tensor = output.logits[0]
-    return logits
+    inputs = {
+        "input_ids": tokens.input_ids[None],
+        "position_ids": tokens.position_ids[None],
+        # attention_mask or use_cache would make transformers mix or mask the packed sequences without a word.
+        "attention_mask": None,
+        "use_cache": False,
+        "packed_runs": tokens.runs,
+        "sequence_group": sequence,
+    }
+    return ModelRun(inputs, torch.zeros_like(tokens.predictors), tokens.predictors, tokens.loss_positions)
 
 
-def _padded_logits(model: torch.nn.Module, batch: PackedBatch) -> torch.Tensor:
-    """Return [M, V], by way of rows padded on the right to the longest sequence."""
+def _padded(batch: PackedBatch) -> ModelRun:
+    """Give each sequence a row, padded on the right to the longest."""
     num_rows, longest = len(batch.lengths), max(batch.lengths)
     rows = torch.repeat_interleave(
         torch.arange(num_rows), torch.tensor(batch.lengths), output_size=batch.num_tokens
     ).to(batch.input_ids.device)
-    ids_NL = batch.input_ids.new_zeros(num_rows, longest).index_put((rows, batch.position_ids), batch.input_ids)
-    mask_NL = torch.zeros_like(ids_NL).index_put((rows, batch.position_ids), torch.ones_like(batch.input_ids))
-    output: Any = model(input_ids=ids_NL, attention_mask=mask_NL, use_cache=False)
-    logits: torch.Tensor = output.logits[rows[batch.loss_positions], batch.position_ids[batch.loss_positions] - 1]
-    return logits
+    places = (rows, batch.position_ids)
+    ids_NL = batch.input_ids.new_zeros(num_rows, longest).index_put(places, batch.input_ids)
+    mask_NL = torch.zeros_like(ids_NL).index_put(places, torch.ones_like(batch.input_ids))
+    inputs = {"input_ids": ids_NL, "attention_mask": mask_NL, "use_cache": False}
+    losses = batch.loss_positions
+    return ModelRun(inputs, rows[losses], batch.position_ids[losses] - 1, losses)

@@ -8,7 +8,8 @@ import torch
 
 from verl_engine.batch.packed import PackedBatch
 from verl_engine.batch.sequence import Sequence
-from verl_engine.engine.token_log_probs import token_log_probs
+from verl_engine.contract.errors import UnsupportedError
+from verl_engine.engine.output_from_logits import figures_from_logits, output_from_logits
 
 
 def batch() -> PackedBatch:
@@ -27,7 +28,7 @@ def batch() -> PackedBatch:
 def test_a_worked_example() -> None:
     # Rows predict tokens 1, 1, 0. softmax(0, ln 3) is 1/4, 3/4.
     logits = torch.tensor([[0.0, math.log(3)], [0.0, 0.0], [0.0, math.log(3)]])
-    found = token_log_probs(logits, batch(), temperature=1.0)
+    found = output_from_logits(logits, batch(), temperature=1.0).log_probs
     expected = [0.0, math.log(3 / 4), 0.0, math.log(1 / 2), math.log(1 / 4)]
     assert found.tolist() == pytest.approx(expected)
 
@@ -35,14 +36,14 @@ def test_a_worked_example() -> None:
 def test_the_temperature_divides_the_logits() -> None:
     # At temperature 2 the odds of 9 to 1 become 3 to 1.
     logits = torch.tensor([[0.0, math.log(9)]] * 3)
-    found = token_log_probs(logits, batch(), temperature=2.0)
+    found = output_from_logits(logits, batch(), temperature=2.0).log_probs
     assert found.tolist() == pytest.approx([0.0, math.log(3 / 4), 0.0, math.log(3 / 4), math.log(1 / 4)])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_result_is_float32_and_the_gradient_reaches_the_logits(dtype: torch.dtype) -> None:
     logits = torch.zeros(3, 2, dtype=dtype, requires_grad=True)
-    found = token_log_probs(logits, batch(), temperature=1.0)
+    found = output_from_logits(logits, batch(), temperature=1.0).log_probs
     assert found.dtype == torch.float32
     found.sum().backward()
     # d log softmax of the target: 1 - p for it, -p for the other.
@@ -53,8 +54,36 @@ def test_the_result_is_float32_and_the_gradient_reaches_the_logits(dtype: torch.
 def test_a_batch_without_loss_has_zeros_and_a_gradient_of_zero() -> None:
     empty = PackedBatch.from_sequences([])
     logits = torch.zeros(1, 2, requires_grad=True)
-    found = token_log_probs(logits[empty.loss_positions - 1], empty, temperature=1.0)
+    found = output_from_logits(logits[empty.loss_positions - 1], empty, temperature=1.0).log_probs
     assert found.tolist() == [0.0]
     found.sum().backward()
     assert logits.grad is not None
     assert logits.grad.tolist() == [[0.0, 0.0]]
+
+
+def test_a_worked_example_of_entropy() -> None:
+    # 1/4 and 3/4: ln 4 - 3/4 ln 3. One half each: ln 2.
+    logits = torch.tensor([[0.0, math.log(3)], [0.0, 0.0], [0.0, math.log(3)]])
+    found = output_from_logits(logits, batch(), temperature=1.0, entropy="value").entropy
+    uneven = math.log(4) - 0.75 * math.log(3)
+    assert found.tolist() == pytest.approx([0.0, uneven, 0.0, math.log(2), uneven])
+
+
+def test_entropy_that_was_not_asked_for_is_an_error() -> None:
+    found = output_from_logits(torch.zeros(3, 2), batch(), temperature=1.0)
+    with pytest.raises(UnsupportedError, match=r"set engine\.entropy=value"):
+        found.entropy  # noqa: B018 - asking for it is the test
+
+
+def test_entropy_has_a_gradient_only_where_it_is_asked_for() -> None:
+    logits = torch.tensor([[0.0, math.log(3)]], requires_grad=True)
+    _, value = figures_from_logits(logits, torch.tensor([1]), 1.0, "value")
+    assert value is not None
+    assert not value.requires_grad
+    _, entropy = figures_from_logits(logits, torch.tensor([1]), 1.0, "gradient")
+    assert entropy is not None
+    entropy.sum().backward()
+    # dH / dz_v = -p_v (log p_v + H), the same on both sides of the mean.
+    expected = -0.75 * (math.log(0.75) + float(entropy.detach()))
+    assert logits.grad is not None
+    assert logits.grad.tolist() == [pytest.approx([-expected, expected], rel=1e-5)]

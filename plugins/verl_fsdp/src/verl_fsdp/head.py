@@ -1,0 +1,144 @@
+"""What the model ends in: from its last hidden states to the figures of each loss token.
+
+Shape legend: B rows and L tokens of the model's input, m loss tokens that are predicted, H hidden dim, V vocabulary,
+F figures a token.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+
+from verl_engine.contract.errors import ModelError
+from verl_engine.engine.linear_log_probs import linear_log_probs
+from verl_engine.engine.output_from_logits import figures_from_logits
+from verl_fsdp.output_layer import ending_of, forward_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from verl_fsdp.config import ShardedConfig
+    from verl_fsdp.forward import ModelRun
+
+_LOG = logging.getLogger(__name__)
+
+
+class Head(Protocol):
+    """Runs the model, and computes what a `TokenOutput` holds."""
+
+    gives: tuple[str, ...]
+    """Fields of `TokenOutput`, one a figure."""
+
+    def figures(self, model: torch.nn.Module, run: ModelRun, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+        """Call the model, and return [m, F] float32.
+
+        Args:
+            model: as sharded.
+            run: what goes in, and where the loss tokens are predicted.
+            targets: [m] int64: the loss tokens.
+            temperature: divides the logits.
+        """
+
+
+def make_head(model: PreTrainedModel, config: ShardedConfig) -> Head:
+    """Make the head that the config asks for.
+
+    Args:
+        model: with its adapters, not sharded yet.
+        config: of the engine.
+    """
+    return ValueHead() if config.head == "value" else LanguageHead(model, config)
+
+
+class LanguageHead:
+    """Log-probs, and entropy if it is asked for.
+
+    Where the model's output is what a linear layer gives, the layer computes the figures itself, chunk by chunk, and
+    the logits of all tokens never exist. It does so inside the model's forward, where its weight is gathered.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: ShardedConfig) -> None:
+        """Look at how the model ends; nothing is changed in it."""
+        self._entropy = config.entropy
+        self._chunk = config.logit_chunk
+        self._layer: Any = model.get_output_embeddings()
+        self._ending = ending_of(model)
+        self.gives: tuple[str, ...] = (
+            ("given_log_probs",) if config.entropy == "off" else ("given_log_probs", "given_entropy")
+        )
+        if self._ending != "linear":
+            _LOG.info(
+                "the output of %s is not that of a plain linear layer: the logits of all %s exist at once, and "
+                "engine.logit_chunk=%d has no effect",
+                type(model).__name__,
+                "loss tokens" if self._ending == "per token" else "tokens",
+                config.logit_chunk,
+            )
+
+    def figures(self, model: torch.nn.Module, run: ModelRun, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+        """Call the model; see `Head`."""
+        if self._ending == "linear":
+            return self._linear(model, run, targets, temperature)
+        if self._ending == "per token":
+            logits_mV = self._per_token(model, run)
+        else:
+            logits_mV = model(**run.inputs).logits[run.rows, run.columns]
+        return torch.stack(_without_none(figures_from_logits(logits_mV, targets, temperature, self._entropy)), dim=-1)
+
+    def _linear(self, model: torch.nn.Module, run: ModelRun, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+        """Let the layer give [1, m, F] in place of logits."""
+        given: list[torch.Tensor] = []
+
+        def forward(hidden_BLH: torch.Tensor) -> torch.Tensor:
+            found = linear_log_probs(
+                _picked(hidden_BLH, run),
+                self._layer.weight,
+                targets,
+                temperature,
+                self._layer.bias,
+                chunk=self._chunk,
+                entropy=self._entropy,
+            )
+            # Stacked so, it is no view, which fully_shard warns of.
+            given.append(torch.stack([figure[None] for figure in _without_none(found)], dim=-1))
+            return given[0]
+
+        with forward_of(self._layer, forward):
+            found = model(**run.inputs).logits
+        if len(given) != 1 or found is not given[0]:
+            raise ModelError(
+                f"{type(model).__name__} treats the output of its last layer otherwise than when it was loaded; the "
+                "fsdp backends cannot run it"
+            )
+        figures: torch.Tensor = found[0]
+        return figures
+
+    def _per_token(self, model: torch.nn.Module, run: ModelRun) -> torch.Tensor:
+        """Let the layer see the loss tokens' hidden states only; return [m, V] after what the model does then."""
+        plain = self._layer.forward
+        with forward_of(self._layer, lambda hidden_BLH: plain(_picked(hidden_BLH, run)[None])):
+            logits = model(**run.inputs).logits
+        return cast("torch.Tensor", logits[0])
+
+
+class ValueHead:
+    """One number a token, from a model for token classification with a single label."""
+
+    gives: tuple[str, ...] = ("given_values",)
+
+    def figures(self, model: torch.nn.Module, run: ModelRun, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+        """Call the model; see `Head`. Neither targets nor temperature play a part."""
+        del targets, temperature
+        values: torch.Tensor = model(**run.inputs).logits[run.rows, run.columns]
+        return values.float()
+
+
+def _picked(hidden_BLH: torch.Tensor, run: ModelRun) -> torch.Tensor:
+    """Return [m, H]: the states that predict loss tokens."""
+    return hidden_BLH.flatten(0, 1).index_select(0, run.rows * hidden_BLH.shape[1] + run.columns)
+
+
+def _without_none(figures: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor]:
+    return [figure for figure in figures if figure is not None]

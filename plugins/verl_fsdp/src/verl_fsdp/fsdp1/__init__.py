@@ -1,1 +1,1 @@
-"""The backend fsdp: PyTorch's ``FullyShardedDataParallel``."""
+"""The backend fsdp: PyTorch's ``FullyShardedDataParallel`` (FSDP1)."""

@@ -1,0 +1,108 @@
+"""Gradients under FSDP1: when they are reduced, and how they and an unfinished pass are forgotten.
+
+All that is private in FSDP1 and concerns a pass is touched here, and nowhere else; names are those of torch 2.7 to
+2.13.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, cast
+
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
+from torch.distributed.fsdp._runtime_utils import _lazy_init
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
+
+def initialize(root: FullyShardedDataParallel) -> None:
+    """Do now what FSDP1 does at the first forward: only then are its records of the weights complete."""
+    _lazy_init(cast("Any", root), root)
+
+
+def gradient_sync(root: FullyShardedDataParallel, *, reduce: bool) -> AbstractContextManager[None]:
+    """Reduce gradients in the backward inside, or hold each rank's own back, whole, in the dtype of the computation.
+
+    Afterwards reduction is on again, also after an exception.
+    """
+    return nullcontext() if reduce else cast("AbstractContextManager[None]", root.no_sync())
+
+
+def reshard(root: FullyShardedDataParallel) -> None:
+    """Free whatever is gathered.
+
+    FSDP1 keeps the root's weights after a forward, and without ``reshard_after_forward`` all, for a backward; where
+    none follows, it would take them for the weights in force at the next forward, whatever became of these meanwhile.
+    """
+    for handle in _handles(root):
+        if handle.uses_sharded_strategy and not handle.needs_unshard():
+            _free(handle)
+    _forget_order(root)
+
+
+def forget_gradients(root: FullyShardedDataParallel) -> None:
+    """Drop every gradient: reduced ones, and what a backward without reduction held back.
+
+    ``zero_grad`` sees the parameters' own only. Each is a view of a flat one, which would stay until the next forward.
+    """
+    for handle in _handles(root):
+        flat = handle.flat_param
+        flat.grad = None
+        for parameter in (*flat._params, *flat._shared_params):  # noqa: SLF001
+            parameter.grad = None
+        # Present only between a backward's beginning and its end: what the next one would add to.
+        if hasattr(flat, "_saved_grad_shard"):
+            del flat._saved_grad_shard  # noqa: SLF001
+
+
+def recover_from_abandoned_pass(root: FullyShardedDataParallel) -> None:
+    """Bring FSDP1's records back to where a forward may begin, after an exception in the middle of a pass.
+
+    It does so itself only at the end of a backward. Without this, the next forward fails an assertion about its state,
+    or the next backward reduces at the wrong moment, by a hook that the abandoned pass left.
+    """
+    state = cast("Any", root)
+    for module in _modules(root):
+        module.training_state = TrainingState.IDLE
+    for handle in _handles(root):
+        flat = handle.flat_param
+        handle._training_state = HandleTrainingState.IDLE  # noqa: SLF001
+        handle._ran_pre_backward_hook = False  # noqa: SLF001
+        handle._needs_pre_forward_unshard = False  # noqa: SLF001
+        handle._needs_pre_backward_unshard = False  # noqa: SLF001
+        flat._post_backward_called = False  # noqa: SLF001
+        if hasattr(flat, "_post_backward_hook_state"):
+            flat._post_backward_hook_state[-1].remove()  # noqa: SLF001
+            del flat._post_backward_hook_state  # noqa: SLF001
+        _free(handle)
+    _forget_order(root)
+    state._post_backward_callback_queued = False  # noqa: SLF001
+
+
+def _free(handle: Any) -> None:
+    """Let a module's parameters be pieces of the shard again, and free the gathered ones."""
+    handle.reshard(handle.uses_sharded_strategy)
+    handle.post_reshard()
+    handle._prefetched = False  # noqa: SLF001
+
+
+def _forget_order(root: FullyShardedDataParallel) -> None:
+    """Forget in which order modules ran, by which FSDP1 prefetches: it does so itself only after a backward.
+
+    Forwards without one would make the list grow for ever.
+    """
+    for handle in _handles(root):
+        handle._post_forward_index = None  # noqa: SLF001
+    cast("Any", root)._exec_order_data.handles_post_forward_order.clear()  # noqa: SLF001
+
+
+def _modules(root: FullyShardedDataParallel) -> list[Any]:
+    return list(FullyShardedDataParallel.fsdp_modules(root))
+
+
+def _handles(root: FullyShardedDataParallel) -> Iterator[Any]:
+    """Yield FSDP1's private record of each module's weights."""
+    return (module._handle for module in _modules(root) if module._handle is not None)  # noqa: SLF001

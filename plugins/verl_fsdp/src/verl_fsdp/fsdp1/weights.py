@@ -1,0 +1,172 @@
+"""Whole weights, and this rank's pieces of them, in and out of FSDP1's flat tensors.
+
+Shape legend: O outputs and I inputs of a layer, R the rank of an adapter.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from verl_engine.contract.errors import UnsupportedError, WeightsError
+from verl_engine.engine.base import WeightShard
+from verl_engine.engine.module_weights import Exported, LowRank, merged
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from verl_fsdp.fsdp1.flat_unit import FlatUnit
+    from verl_fsdp.fsdp1.weight_table import WeightTable
+
+
+class FlatWeights:
+    """The weights of a wrapped model, by the names that it had before."""
+
+    def __init__(self, table: WeightTable, units: Sequence[FlatUnit], buffers: Mapping[str, torch.Tensor]) -> None:
+        """Take what was noted before wrapping, the units made by it, and the model's live buffers by clean name."""
+        self.table = table
+        self.units = units
+        self.buffers = {name: buffers[name] for name in table.persistent_buffers}
+        self.places = {member.name: (unit, member) for unit in units for member in unit.members}
+        assert self.places.keys() == table.parameters.keys(), "FSDP1 manages other parameters than the model has"
+        self._names = {id(stand_in): name for name, stand_in in (table.parameters | table.persistent_buffers).items()}
+
+    def exported(self) -> dict[str, Exported]:
+        """List what is exported, by the stand-ins of `WeightTable`."""
+        return {
+            name: Exported(tensor) for name, tensor in (self.table.parameters | self.table.persistent_buffers).items()
+        }
+
+    def full(self, entries: Iterable[tuple[str, Exported]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Gather whole weights, one unit at a time, adapters merged in; each is valid until the next is taken.
+
+        Weights that follow each other in one unit share an all-gather. They are the masters that the optimizer steps,
+        whatever the model computes in.
+
+        Args:
+            entries: their names outside, and which they are, as `exported` says.
+        Collectives: one all-gather for each run of weights in one unit.
+        """
+        gatherer = _Gatherer(self)
+        for name, entry in entries:
+            yield name, gatherer.merged(entry)
+
+    def load_full(self, exported: Mapping[str, Exported], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy whole weights into the shards, in place; each rank takes its own part. No collectives.
+
+        Raises:
+            UnsupportedError: there are adapters, and a merged weight cannot be taken apart again.
+            WeightsError: a name or shape that the model does not have, or a weight that is missing.
+        """
+        missing = _not_adapted(exported)
+        for name, whole in weights:
+            entry = missing.pop(name, None)
+            if entry is None or entry.tensor.shape != whole.shape:
+                has = "no such weight, or had it already" if entry is None else f"shape {tuple(entry.tensor.shape)}"
+                raise WeightsError(f"weight {name} of shape {tuple(whole.shape)} does not fit: the model has {has}")
+            part = self.part(entry.tensor)
+            part.tensor.copy_(whole.detach().reshape(part.view_shape)[_slices(part)])
+        _require_none(missing)
+
+    def shards(self, exported: Mapping[str, Exported]) -> Iterator[WeightShard]:
+        """Yield this rank's part of each weight, adapters merged in; parameters are looked at as vectors.
+
+        Collectives: none; for adapters an all-gather of each unit that has some.
+        """
+        gatherer = _Gatherer(self)
+        for name, entry in exported.items():
+            part = self.part(entry.tensor)
+            tensor = part.tensor
+            if entry.low_rank is not None:
+                tensor = gatherer.merged(entry).reshape(part.view_shape)[_slices(part)].clone()
+            yield WeightShard(name, part.view_shape, part.offsets, tensor)
+
+    def load_shards(self, exported: Mapping[str, Exported], shards: Iterable[WeightShard]) -> None:
+        """Take parts as `shards` yields them, in place. No collectives.
+
+        Raises:
+            UnsupportedError: there are adapters, and a merged weight cannot be taken apart again.
+            WeightsError: a name or place that is not this rank's, or a weight that is missing.
+        """
+        missing = _not_adapted(exported)
+        for given in shards:
+            got = given.view_shape, given.offsets, tuple(given.tensor.shape)
+            entry = missing.pop(given.name, None)
+            if entry is None:
+                raise WeightsError(
+                    f"the part of {given.name} at {got} does not fit: the model has no such weight, or had it already"
+                )
+            own = self.part(entry.tensor)
+            has = own.view_shape, own.offsets, tuple(own.tensor.shape)
+            if got != has:
+                raise WeightsError(
+                    f"the part of {given.name} with view, offsets and shape {got} is not this rank's, which has {has}"
+                )
+            own.tensor.copy_(given.tensor)
+        _require_none(missing)
+
+    def part(self, stand_in: torch.Tensor) -> WeightShard:
+        """Return this rank's live part of one weight, and its place."""
+        name = self._names[id(stand_in)]
+        if name in self.buffers:
+            buffer = self.buffers[name].detach()
+            return WeightShard(name, tuple(buffer.shape), (0,) * buffer.ndim, buffer)
+        unit, member = self.places[name]
+        return WeightShard(name, (member.numel,), unit.span(member)[:1], unit.piece(member))
+
+    def gathered(self, stand_in: torch.Tensor, unit: FlatUnit, flat: torch.Tensor) -> torch.Tensor:
+        """View one parameter in its unit's gathered tensor."""
+        return unit.whole(self.places[self._names[id(stand_in)]][1], flat)
+
+    def unit_of(self, stand_in: torch.Tensor) -> FlatUnit | None:
+        """Return the unit that holds a parameter; None for a buffer."""
+        name = self._names[id(stand_in)]
+        return None if name in self.buffers else self.places[name][0]
+
+
+class _Gatherer:
+    """Keeps the unit that was gathered last."""
+
+    def __init__(self, weights: FlatWeights) -> None:
+        self._weights = weights
+        self._unit: FlatUnit | None = None
+        self._flat = torch.empty(0)
+
+    def merged(self, entry: Exported) -> torch.Tensor:
+        base = self._whole(entry.tensor)
+        if entry.low_rank is None:
+            return base
+        # The adapter of a layer is wrapped together with it, so all three come from one gathering.
+        a_RI, b_OR = self._whole(entry.low_rank.a_RI), self._whole(entry.low_rank.b_OR)
+        return merged(base, LowRank(a_RI, b_OR, entry.low_rank.scale))
+
+    def _whole(self, stand_in: torch.Tensor) -> torch.Tensor:
+        unit = self._weights.unit_of(stand_in)
+        if unit is None:
+            return self._weights.part(stand_in).tensor
+        if unit is not self._unit:
+            self._flat = torch.empty(0)  # frees the former unit before the next one takes as much
+            self._unit, self._flat = unit, unit.gather()
+        # As it was before wrapping, which makes float32 of a mixed block; the same tensor wherever nothing was mixed.
+        return self._weights.gathered(stand_in, unit, self._flat).to(stand_in.dtype)
+
+
+def _slices(part: WeightShard) -> tuple[slice, ...]:
+    """Return where a part lies in its view."""
+    return tuple(slice(offset, offset + size) for offset, size in zip(part.offsets, part.tensor.shape, strict=True))
+
+
+def _not_adapted(exported: Mapping[str, Exported]) -> dict[str, Exported]:
+    """Return what is to come in, unless adapters are merged into it."""
+    if any(entry.low_rank for entry in exported.values()):
+        raise UnsupportedError(
+            "engine.lora: whole weights cannot be told apart into the model's own and the adapter's; start an engine "
+            "from a folder that holds them"
+        )
+    return dict(exported)
+
+
+def _require_none(missing: Mapping[str, Exported]) -> None:
+    if missing:
+        raise WeightsError(f"{len(missing)} weights are missing: {', '.join(sorted(missing)[:5])}")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from verl_async.asynchrony.actors import RankBatches
+    from verl_async.asynchrony.actors import ShareBatches
     from verl_async.asynchrony.async_training import AsyncTraining
     from verl_async.asynchrony.inputs import ModelTexts
     from verl_async.asynchrony.policy_update import PolicyUpdate
@@ -44,25 +44,27 @@ STOP = 99
 class FakeTrainer:
     """Counts steps; its weights are its step count, sent in `num_buckets` buckets through two slots."""
 
-    def __init__(self, num_ranks: int = 1, num_buckets: int = 3, step_s: float = 0.0) -> None:
-        self.num_ranks = num_ranks
+    def __init__(self, num_shares: int = 1, num_buckets: int = 3, step_s: float = 0.0) -> None:
+        self.num_shares = num_shares
         self.num_buckets = num_buckets
         self.step_s = step_s
         self.num_steps = 0
-        self.batches: list[RankBatches] = []
+        self.batches: list[ShareBatches] = []
         self.losses: list[LossFn] = []
         self.temperatures: list[float] = []
         self.num_inferred = 0
         self.slots = [0, 0]
         self.applied = True
+        self.kept: dict[str, int] = {}
+        """By tag, the step count then."""
 
-    async def train_batch(self, batches: RankBatches, loss_fn: LossFn, temperature: float) -> StepReport:
+    async def train_batch(self, batches: ShareBatches, loss_fn: LossFn, temperature: float) -> StepReport:
         await asyncio.sleep(self.step_s)
         self.num_steps += 1
         self.batches.append(batches)
         self.losses.append(loss_fn)
         self.temperatures.append(temperature)
-        sequences = [one for rank in batches for group in rank for one in group]
+        sequences = [one for share in batches for group in share for one in group]
         return StepReport(
             loss=float(self.num_steps),
             metrics={"ratio": 1.0 + self.num_steps},
@@ -72,14 +74,21 @@ class FakeTrainer:
             optimizer=OptimizerStep(grad_norm=0.5, applied=self.applied, learning_rate=0.1 * self.num_steps),
         )
 
-    async def infer_batch(self, batches: RankBatches, temperature: float) -> list[list[list[npt.NDArray[np.float32]]]]:
+    async def keep_weights(self, tag: str) -> None:
+        await asyncio.sleep(0)
+        self.kept[tag] = self.num_steps
+
+    async def infer_batch(
+        self, batches: ShareBatches, temperature: float, tag: str | None = None
+    ) -> list[list[list[npt.NDArray[np.float32]]]]:
         """Each token's log-prob is minus its id, and minus 1000 for each step made."""
         await asyncio.sleep(0)
+        num_steps = self.num_steps if tag is None else self.kept[tag]
         self.num_inferred += 1
         self.temperatures.append(temperature)
         return [
-            [[(-one.token_ids - 1000.0 * self.num_steps).astype(np.float32) for one in group] for group in rank]
-            for rank in batches
+            [[(-one.token_ids - 1000.0 * num_steps).astype(np.float32) for one in group] for group in share]
+            for share in batches
         ]
 
     async def plan_weight_buckets(self, bucket_bytes: int, dtype: str) -> list[WeightBucket]:
@@ -261,9 +270,9 @@ class NotingUpdate:
     update: PolicyUpdate
     groups: list[list[ScoredGroup]]
 
-    async def run(self, groups: list[ScoredGroup]) -> Mapping[str, float]:
+    async def run(self, groups: list[ScoredGroup], since_sync: int) -> Mapping[str, float]:
         self.groups.append(groups)
-        return await self.update.run(groups)
+        return await self.update.run(groups, since_sync)
 
 
 @dataclass

@@ -118,6 +118,21 @@ def test_no_combination_loses_a_prompt_or_waits_for_ever(**drawn: Any) -> None:
             assert figures["queue_size"] <= drawn["queue_size"]
 
 
+def test_recomputed_log_probs_are_of_the_last_weight_sync() -> None:
+    job = train_job(
+        trainer={"num_steps": 5},
+        async_training={"trigger_parameter_sync_step": 2, "require_batches": 2},
+        algorithm={"old_log_probs": "recompute"},
+    )
+    run = FakeRun(job)
+    asyncio.run(run.run())
+    # Two optimizer steps a training step, a sync after every fourth.
+    for step, batches in enumerate(run.trainer.batches):
+        synced_at = step // 4 * 4
+        for one in (one for share in batches for group in share for one in group):
+            assert one.fields["old_log_probs"].tolist() == (-one.token_ids - 1000.0 * synced_at).tolist()
+
+
 def stale_job(**changes: Any) -> TrainJob:
     """Eight steps of two prompts, one more step may be rolled out ahead."""
     sections = {

@@ -1,4 +1,4 @@
-"""From scored groups to the sequences that each trainer rank computes."""
+"""From scored groups to the sequences that the trainer computes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins.verl_async.tests.fakes import make_group
-from verl_async.asynchrony.batches import RankPlan, build_sequences, with_old_log_probs
+from verl_async.asynchrony.batches import SharePlan, build_sequences, with_old_log_probs
 from verl_async.config import AlgorithmConfig
 from verl_engine.batch.sequence import Sequence
 
@@ -57,23 +57,25 @@ def test_old_log_probs_are_added_and_nothing_else_changes() -> None:
 
 @settings(deadline=None)
 @given(
-    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12), num_ranks=st.integers(1, 4), budget=st.integers(1, 20)
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    num_shares=st.integers(1, 4),
+    budget=st.integers(1, 20),
 )
 def test_every_sequence_is_computed_once_and_results_come_back_in_order(
-    lengths: list[int], num_ranks: int, budget: int
+    lengths: list[int], num_shares: int, budget: int
 ) -> None:
     sequences = plain_sequences(lengths)
-    plan = RankPlan.of(sequences, num_ranks, budget)
+    plan = SharePlan.of(sequences, num_shares, budget)
     batches = plan.pick(sequences)
-    assert len(batches) == num_ranks
-    assert len({len(rank) for rank in batches}) == 1, "every rank runs as many micro-batches"
-    results = [[[one.token_ids.astype(np.float32) for one in group] for group in rank] for rank in batches]
+    assert len(batches) == num_shares
+    assert len({len(share) for share in batches}) == 1, "every share has as many micro-batches"
+    results = [[[one.token_ids.astype(np.float32) for one in group] for group in share] for share in batches]
     restored = plan.restore(results)
     assert [(len(values), values[0]) for values in restored] == [(length, i) for i, length in enumerate(lengths)]
 
 
 def test_results_that_do_not_fit_the_plan_are_refused() -> None:
-    plan = RankPlan([[[0], [1]]])
+    plan = SharePlan([[[0], [1]]])
     with pytest.raises(ValueError, match="zip"):
         plan.restore([[[np.zeros(1, np.float32)]]])
 

@@ -119,7 +119,7 @@ def _nothing(folder: Path) -> None:
     [
         ("trainer.num_step=3", _nothing, "trainer.num_step is not a known key; did you mean trainer.num_steps?"),
         ("engine.backend=toi", _nothing, "engine.backend='toi' is not a known backend; did you mean toy?"),
-        ("engine.backend=fsdp", _nothing, "did you mean fsdp2?"),
+        ("engine.backend=fsdp3", _nothing, "did you mean fsdp or fsdp2?"),
         ("model.path=nowhere", _nothing, "nowhere does not exist"),
         ("data.seed=1", _empty, "the file holds no rows"),
         ("data.seed=1", _malformed, "prompts.jsonl, line 2: not valid JSON"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from plugins.verl_async.tests.job_files import sft_settings, train_settings, write_backend, write_recipe
 from verl_async.job import load_sft_job, load_train_job, resolved
-from verl_engine.contract.errors import ConfigError, UnknownPluginError
+from verl_engine.contract.errors import ConfigError, UnknownPluginError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,6 +88,30 @@ def test_one_fault_is_one_message(recipe: Path, override: str, expected: str) ->
     message = _message(recipe, override)
     assert expected in message
     assert "\n" not in message
+
+
+def test_sequences_divide_over_shares_and_not_over_ranks(recipe: Path, tmp_path: Path) -> None:
+    settings = ["trainer.num_ranks=4", "trainer.mini_batch_size=1", "engine.ranks_per_share=2"]
+    job = load_train_job(recipe, [*settings, "rollout.n=6"])  # six sequences, two shares, four ranks
+    assert job.engine.data_parallel_ranks(job.trainer.num_ranks) == (0, 0, 1, 1)
+    expected = (
+        "trainer.mini_batch_size * rollout.n = 5 sequences do not divide over the 2 shares of the data that "
+        "trainer.num_ranks=4 ranks compute; make it a multiple"
+    )
+    assert _message(recipe, *settings, "rollout.n=5") == expected
+    supervised = write_recipe(tmp_path / "sft.yaml", sft_settings(tmp_path / "sft"))
+    with pytest.raises(ConfigError, match=r"trainer.batch_size=3 sequences do not divide over trainer.num_ranks=2"):
+        load_sft_job(supervised, ["trainer.batch_size=3", "trainer.num_ranks=2"])
+
+
+def test_weights_of_a_sync_are_kept_aside_only_by_a_backend_with_snapshots(recipe: Path) -> None:
+    recompute = "algorithm.old_log_probs=recompute"
+    for overrides in ([recompute], ["async_training.trigger_parameter_sync_step=2"]):
+        load_train_job(recipe, overrides)
+    with pytest.raises(
+        UnsupportedError, match=r"recompute with .*sync_step=2 keeps .* cannot do 'snapshots': a toy; use"
+    ):
+        load_train_job(recipe, [recompute, "async_training.trigger_parameter_sync_step=2"])
 
 
 def test_an_unknown_backend_names_the_closest(recipe: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +17,7 @@ from verl_engine.contract.errors import StuckError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from verl_async.asynchrony.actors import RankBatches
+    from verl_async.asynchrony.actors import ShareBatches
 
 
 def update_of(trainer: FakeTrainer, timeout_s: float = 5.0, **algorithm: Any) -> PolicyUpdate:
@@ -28,16 +29,16 @@ def run(update: PolicyUpdate, *rewards: tuple[float, float]) -> Mapping[str, flo
     return asyncio.run(update.run([make_group(number, pair) for number, pair in enumerate(rewards)]))
 
 
-def num_sequences(batches: RankBatches) -> list[list[int]]:
-    """Sequences of each rank's micro-batches."""
-    return [[len(group) for group in rank] for rank in batches]
+def num_sequences(batches: ShareBatches) -> list[list[int]]:
+    """Sequences of each share's micro-batches."""
+    return [[len(group) for group in share] for share in batches]
 
 
 def test_each_mini_batch_makes_one_optimizer_step() -> None:
-    trainer = FakeTrainer(num_ranks=2)
+    trainer = FakeTrainer(num_shares=2)
     figures = run(update_of(trainer), (0.0, 1.0), (0.0, 2.0), (0.0, 3.0), (0.0, 4.0))
     assert trainer.num_steps == 2
-    # Four sequences of four tokens over two ranks: eight tokens a rank, which is the budget of a micro-batch.
+    # Four sequences of four tokens over two shares: eight tokens a share, which is the budget of a micro-batch.
     assert [num_sequences(batches) for batches in trainer.batches] == [[[2], [2]], [[2], [2]]]
     assert trainer.losses == [ClippedPolicyLoss(0.2, 0.28, None)] * 2
     assert trainer.temperatures == [0.7, 0.7]
@@ -72,15 +73,36 @@ def test_skipped_steps_are_reported() -> None:
 
 
 def test_recomputed_log_probs_are_of_the_weights_at_the_start_of_the_training_step() -> None:
-    trainer = FakeTrainer(num_ranks=2)
+    trainer = FakeTrainer(num_shares=2)
     run(update_of(trainer, old_log_probs="recompute"), (0.0, 1.0), (0.0, 2.0), (0.0, 3.0), (0.0, 4.0))
     assert (trainer.num_inferred, trainer.num_steps) == (2, 2)
     assert trainer.losses == [ClippedPolicyLoss(0.2, 0.28, 2.0)] * 2
     assert trainer.temperatures == [0.7] * 4
     for batches in trainer.batches:
-        for one in (one for rank in batches for group in rank for one in group):
+        for one in (one for share in batches for group in share for one in group):
             # FakeTrainer.infer_batch would add -1000 after the first optimizer step.
             assert one.fields["old_log_probs"].tolist() == (-one.token_ids).tolist()
+
+
+def test_recomputed_log_probs_of_later_steps_are_of_the_weights_of_the_last_sync() -> None:
+    trainer = FakeTrainer()
+    update = dataclasses.replace(update_of(trainer, old_log_probs="recompute"), sync_step=2)
+    for step in range(4):  # of one optimizer step each; a sync comes before the first and the third
+        asyncio.run(update.run([make_group(0), make_group(1)], since_sync=step % 2))
+    assert trainer.num_steps == 4
+    for step, batches in enumerate(trainer.batches):
+        synced_at = step - step % 2
+        for one in (one for share in batches for group in share for one in group):
+            assert one.fields["old_log_probs"].tolist() == (-one.token_ids - 1000.0 * synced_at).tolist()
+
+
+def test_weights_are_kept_aside_only_where_they_are_needed() -> None:
+    for sync_step, old_log_probs in ((1, "recompute"), (2, "rollout")):
+        trainer = FakeTrainer()
+        update = dataclasses.replace(update_of(trainer, old_log_probs=old_log_probs), sync_step=sync_step)
+        for step in range(2):
+            asyncio.run(update.run([make_group(0), make_group(1)], since_sync=step % sync_step))
+        assert trainer.kept == {}
 
 
 class Silent(FakeTrainer):
@@ -92,11 +114,18 @@ class Silent(FakeTrainer):
     async def infer_batch(self, *_: Any) -> Any:
         await asyncio.sleep(100)
 
+    async def keep_weights(self, *_: Any) -> Any:
+        await asyncio.sleep(100)
+
 
 def test_a_trainer_that_does_not_answer_is_named() -> None:
     with pytest.raises(
         StuckError, match=r"the trainer did not finish an optimizer step over 4 sequences within 0\.01 s"
     ):
         run(update_of(Silent(), timeout_s=0.01), (0.0, 1.0), (0.0, 1.0))
+    with pytest.raises(StuckError, match=r"the trainer did not keep the weights of the last sync aside within 0\.01 s"):
+        run(
+            dataclasses.replace(update_of(Silent(), timeout_s=0.01, old_log_probs="recompute"), sync_step=2), (0.0, 1.0)
+        )
     with pytest.raises(StuckError, match=r"the trainer did not compute the log-probs of 4 sequences within 0\.01 s"):
         run(update_of(Silent(), timeout_s=0.01, old_log_probs="recompute"), (0.0, 1.0), (0.0, 1.0))

@@ -112,8 +112,9 @@ class AlgorithmConfig(StrictModel):
     normalize_by_std: bool = True
     """Divide a group's centred rewards by their standard deviation (GRPO); False leaves them (Dr. GRPO)."""
     old_log_probs: Literal["rollout", "recompute"] = "rollout"
-    """What the ratio is taken against: the log-probs of the rollout, or those of the trainer's weights at the start of
-    the training step. With ``recompute`` the gap to the rollout is corrected by a truncated importance weight."""
+    """What the ratio is taken against: the log-probs of the rollout, or those of the trainer's weights at the last
+    weight sync, which it keeps aside where there are several training steps between syncs. With ``recompute`` the gap
+    to the rollout is corrected by a truncated importance weight."""
     importance_cap: float = Field(default=2.0, ge=1)
     """Upper bound of that importance weight; only used with ``old_log_probs: recompute``."""
     drop_uniform_groups: bool = True
@@ -124,13 +125,15 @@ class TrainerConfig(StrictModel):
     """The training side of the job."""
 
     num_ranks: int = Field(default=1, ge=1)
-    """Data-parallel trainer processes."""
+    """Trainer processes. Each computes a share of every batch of its own, or one together with others where the engine
+    splits the model or its sequences over ranks."""
     num_steps: int = Field(ge=1)
     """Training steps; each consumes require_batches * mini_batch_size prompts."""
     mini_batch_size: int = Field(default=32, ge=1)
     """Prompts (groups of n samples) for one optimizer step."""
     max_tokens_per_micro_batch: int = Field(default=8192, ge=1)
-    """Token budget of one forward and backward on one rank; a single longer sequence gets a micro-batch of its own."""
+    """Token budget of one forward and backward on one rank, or on those together that split a micro-batch; a single
+    longer sequence gets a micro-batch of its own."""
     master_port: int | None = Field(default=None, ge=1024, le=65535)
     """Port of the trainer's process group; by default a free one."""
     timeout_s: float = Field(default=600.0, gt=0, le=_LONGEST_S)
@@ -141,13 +144,15 @@ class SftTrainerConfig(StrictModel):
     """Supervised training."""
 
     num_ranks: int = Field(default=1, ge=1)
-    """Data-parallel trainer processes."""
+    """Trainer processes. Each computes a share of every batch of its own, or one together with others where the engine
+    splits the model or its sequences over ranks."""
     num_steps: int = Field(ge=1)
     """Optimizer steps at most."""
     batch_size: int = Field(default=128, ge=1)
     """Examples for one optimizer step, over all ranks."""
     max_tokens_per_micro_batch: int = Field(default=8192, ge=1)
-    """Token budget of one forward and backward on one rank; a single longer sequence gets a micro-batch of its own."""
+    """Token budget of one forward and backward on one rank, or on those together that split a micro-batch; a single
+    longer sequence gets a micro-batch of its own."""
     master_port: int | None = Field(default=None, ge=1024, le=65535)
     """Port of the trainer's process group; by default a free one."""
     timeout_s: float = Field(default=600.0, gt=0, le=_LONGEST_S)
@@ -216,12 +221,6 @@ class TrainJob(StrictModel):
 
     @model_validator(mode="after")
     def _check(self) -> TrainJob:
-        samples = self.trainer.mini_batch_size * self.rollout.n
-        if samples % self.trainer.num_ranks:
-            raise ValueError(
-                f"trainer.mini_batch_size * rollout.n = {samples} sequences do not divide over "
-                f"trainer.num_ranks={self.trainer.num_ranks}; make it a multiple"
-            )
         every = self.evaluation.every_steps if self.evaluation else None
         sync_step = self.async_training.trigger_parameter_sync_step
         if every and every % sync_step:
@@ -230,6 +229,12 @@ class TrainJob(StrictModel):
                 f"{sync_step}: in between, the rollout workers do not have the trainer's weights"
             )
         return self
+
+    @property
+    def sequences_per_step(self) -> tuple[str, int]:
+        """How many sequences one optimizer step takes, and the settings that say so."""
+        number = self.trainer.mini_batch_size * self.rollout.n
+        return f"trainer.mini_batch_size * rollout.n = {number} sequences", number
 
 
 class SftJob(StrictModel):
@@ -247,11 +252,7 @@ class SftJob(StrictModel):
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     ray: RayConfig = RayConfig()
 
-    @model_validator(mode="after")
-    def _check(self) -> SftJob:
-        if self.trainer.batch_size % self.trainer.num_ranks:
-            raise ValueError(
-                f"trainer.batch_size={self.trainer.batch_size} does not divide over "
-                f"trainer.num_ranks={self.trainer.num_ranks}; make it a multiple"
-            )
-        return self
+    @property
+    def sequences_per_step(self) -> tuple[str, int]:
+        """How many sequences one optimizer step takes, and the settings that say so."""
+        return f"trainer.batch_size={self.trainer.batch_size} sequences", self.trainer.batch_size

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from verl_async.config import SftJob, TrainJob
 from verl_engine.contract.config_file import read_config, validate
 from verl_engine.contract.engine_config import EngineConfig
-from verl_engine.contract.errors import ConfigError, EngineError
+from verl_engine.contract.errors import ConfigError, EngineError, UnsupportedError
 from verl_engine.contract.strict_model import StrictModel
+from verl_engine.host.backend_host import BackendHost
 from verl_engine.host.engine_section import validate_engine_section
 
 if TYPE_CHECKING:
@@ -62,12 +63,41 @@ def _load(job_class: type[_Job], recipe: Path, overrides: Sequence[str]) -> _Job
     try:
         engine = _engine(data.get("engine"), _optimizer_steps(job))
         if job is not None:
-            engine.validate_world(job.trainer.num_ranks)
+            _check_shares(job, engine)
+            _check_old_log_probs(job, engine)
     except EngineError as error:
         faults.insert(0, error)
     if job is None or engine is None or faults:
         raise _combined(faults)
     return _with_absolute_paths(job.model_copy(update={"engine": engine}))
+
+
+def _check_shares(job: TrainJob | SftJob, engine: EngineConfig) -> None:
+    """Check that the ranks divide as the engine is to use them, and the sequences of a step over their shares."""
+    num_ranks = job.trainer.num_ranks
+    engine.validate_world(num_ranks)
+    num_shares = len(set(engine.data_parallel_ranks(num_ranks)))
+    what, number = job.sequences_per_step
+    if number % num_shares:
+        over = f"trainer.num_ranks={num_ranks}"
+        if num_shares < num_ranks:
+            over = f"the {num_shares} shares of the data that {over} ranks compute"
+        raise ConfigError(f"{what} do not divide over {over}; make it a multiple")
+
+
+def _check_old_log_probs(job: TrainJob | SftJob, engine: EngineConfig) -> None:
+    """Refuse a backend that cannot keep the weights of a sync aside where the job needs that."""
+    if not isinstance(job, TrainJob) or job.algorithm.old_log_probs != "recompute":
+        return
+    sync_step = job.async_training.trigger_parameter_sync_step
+    if sync_step > 1:
+        try:
+            BackendHost.load(engine.backend).require("snapshots")
+        except UnsupportedError as error:
+            raise UnsupportedError(
+                f"algorithm.old_log_probs=recompute with async_training.trigger_parameter_sync_step={sync_step} keeps "
+                f"the weights of each sync aside, but {error}; use rollout, or a sync step of 1"
+            ) from error
 
 
 def _engine(section: object, total_steps: int) -> EngineConfig:

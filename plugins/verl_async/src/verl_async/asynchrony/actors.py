@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from verl_engine.engine.train_step import StepReport
     from verl_engine.engine.weight_bucket import WeightBucket
 
-RankBatches = list[list[list["Sequence"]]]
-"""``batches[rank][micro_batch]``: the sequences of one micro-batch of one trainer rank."""
+ShareBatches = list[list[list["Sequence"]]]
+"""``batches[share][micro_batch]``: the sequences of one micro-batch of one share of the data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,19 @@ class Acknowledgement:
 class Trainer(Protocol):
     """All trainer ranks as one."""
 
-    num_ranks: int
+    num_shares: int
+    """Into how many a global batch is divided: the trainer ranks, or fewer where several compute one share together."""
 
-    async def train_batch(self, batches: RankBatches, loss_fn: LossFn, temperature: float) -> StepReport:
+    async def train_batch(self, batches: ShareBatches, loss_fn: LossFn, temperature: float) -> StepReport:
         """Make one optimizer step over a global batch."""
 
-    async def infer_batch(self, batches: RankBatches, temperature: float) -> list[list[list[npt.NDArray[np.float32]]]]:
-        """Compute log-probs with the weights as they are, in the shape of `batches`."""
+    async def infer_batch(
+        self, batches: ShareBatches, temperature: float, tag: str | None = None
+    ) -> list[list[list[npt.NDArray[np.float32]]]]:
+        """Compute log-probs in the shape of `batches`, with the weights in force, or those kept under a tag."""
+
+    async def keep_weights(self, tag: str) -> None:
+        """Keep the weights in force aside, over what the tag held before."""
 
     async def plan_weight_buckets(self, bucket_bytes: int, dtype: str) -> list[WeightBucket]:
         """Divide the weights into buckets."""

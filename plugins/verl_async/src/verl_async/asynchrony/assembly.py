@@ -81,7 +81,13 @@ def assemble_training(
         rollouts=rollouts,
         queue=queue,
         budget=budget,
-        update=PolicyUpdate(actors.trainer, job.trainer, job.algorithm, job.rollout.temperature),
+        update=PolicyUpdate(
+            actors.trainer,
+            job.trainer,
+            job.algorithm,
+            job.rollout.temperature,
+            job.async_training.trigger_parameter_sync_step,
+        ),
         weights=weights,
         evaluation=_evaluation(job, texts, held_out, workers, watchers),
         timeline=watchers.timeline,
@@ -113,7 +119,9 @@ def assemble_supervised(
 
 def _longest_step_s(job: TrainJob, num_held_out: int) -> float:
     """Return how long the trainer may leave the queue alone: update, sync and evaluation, each at its limits."""
-    num_calls = job.async_training.require_batches * (2 if job.algorithm.old_log_probs == "recompute" else 1)
+    num_calls = job.async_training.require_batches
+    if job.algorithm.old_log_probs == "recompute":
+        num_calls = 2 * num_calls + 1  # the weights of a sync are kept aside too
     sync_s = 2 * job.weight_sync.timeout_s + job.rollout.timeout_s
     num_answers = -(-num_held_out // job.rollout.num_workers)
     num_batches = -(-num_answers // (job.rollout.max_batch_prompts * job.rollout.n))

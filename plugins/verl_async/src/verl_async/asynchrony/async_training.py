@@ -69,7 +69,8 @@ class AsyncTraining:
             groups = await self._collect(config.require_batches * self.job.trainer.mini_batch_size)
             version = self.weights.version
             with self.timeline.span("trainer", "train"):
-                figures = {"queue_size": float(num_waiting), **await self.update.run(groups)}
+                since_sync = (step - 1) % config.trigger_parameter_sync_step
+                figures = {"queue_size": float(num_waiting), **await self.update.run(groups, since_sync)}
             if step % config.trigger_parameter_sync_step == 0 or step == num_steps:
                 await self._sync()
             self._report(step, groups, version, figures, time.monotonic() - started)

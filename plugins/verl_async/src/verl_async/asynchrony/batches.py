@@ -1,4 +1,4 @@
-"""From scored groups to what the trainer ranks compute."""
+"""From scored groups to what the trainer computes."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from verl_engine.batch.sequence import Sequence
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from verl_async.asynchrony.actors import RankBatches
+    from verl_async.asynchrony.actors import ShareBatches
     from verl_async.asynchrony.samples import ScoredGroup
     from verl_async.config import AlgorithmConfig
     from verl_async.rollout.interface import Generation
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlan:
-    """Which rank computes which sequence, in which micro-batch."""
+class SharePlan:
+    """Which share of the data each sequence is in, and in which micro-batch."""
 
     indices: list[list[list[int]]]
 
     @classmethod
-    def of(cls, sequences: list[Sequence], num_ranks: int, max_tokens: int) -> RankPlan:
-        """Balance sequences over ranks and micro-batches; see `plan_micro_batches`."""
-        return cls(plan_micro_batches([len(sequence) for sequence in sequences], num_ranks, max_tokens))
+    def of(cls, sequences: list[Sequence], num_shares: int, max_tokens: int) -> SharePlan:
+        """Balance sequences over shares and micro-batches; see `plan_micro_batches`."""
+        return cls(plan_micro_batches([len(sequence) for sequence in sequences], num_shares, max_tokens))
 
-    def pick(self, sequences: list[Sequence]) -> RankBatches:
+    def pick(self, sequences: list[Sequence]) -> ShareBatches:
         """Lay the sequences out as planned."""
-        return [[[sequences[index] for index in group] for group in rank] for rank in self.indices]
+        return [[[sequences[index] for index in group] for group in share] for share in self.indices]
 
     def restore(self, results: list[list[list[npt.NDArray[np.float32]]]]) -> list[npt.NDArray[np.float32]]:
         """Bring results in the plan's shape back into the order of the sequences."""
         flat = {
             index: value
-            for rank, rank_values in zip(self.indices, results, strict=True)
-            for group, values in zip(rank, rank_values, strict=True)
+            for share, share_values in zip(self.indices, results, strict=True)
+            for group, values in zip(share, share_values, strict=True)
             for index, value in zip(group, values, strict=True)
         }
         return [flat[index] for index in range(len(flat))]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from verl_async.algorithms.policy_loss import ClippedPolicyLoss
-from verl_async.asynchrony.batches import RankPlan, build_sequences, with_old_log_probs
+from verl_async.asynchrony.batches import SharePlan, build_sequences, with_old_log_probs
 from verl_async.asynchrony.waiting import within
 
 if TYPE_CHECKING:
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from verl_engine.batch.sequence import Sequence
     from verl_engine.engine.train_step import StepReport
 
+_SYNCED: Final = "synced"
+"""Tag of the weights that the rollout workers were given last."""
+
 
 @dataclass(frozen=True, slots=True)
 class PolicyUpdate:
@@ -29,12 +32,15 @@ class PolicyUpdate:
     algorithm: AlgorithmConfig
     temperature: float
     """Of the rollouts: the policy that is trained is the one that was sampled."""
+    sync_step: int = 1
+    """Training steps between two weight syncs."""
 
-    async def run(self, groups: list[ScoredGroup]) -> Mapping[str, float]:
+    async def run(self, groups: list[ScoredGroup], since_sync: int = 0) -> Mapping[str, float]:
         """Train on the groups of one training step.
 
         Args:
             groups: require_batches * mini_batch_size of them, sorted by draw.
+            since_sync: training steps made since the last weight sync.
         Returns:
             Figures of the step, means over its optimizer steps; without those of the loss if every group was left out.
         """
@@ -44,8 +50,12 @@ class PolicyUpdate:
         ]
         mini_batches = [sequences for sequences in mini_batches if sequences]
         if self.algorithm.old_log_probs == "recompute":
-            # All before the first update: the ratio is against the weights at the start of the training step.
-            mini_batches = [await self._add_old_log_probs(sequences) for sequences in mini_batches]
+            # All before the first update: the ratio is against the weights of the last sync, which are those in force
+            # in the first training step after it.
+            if since_sync == 0 and self.sync_step > 1:
+                await self._keep_weights()
+            tag = _SYNCED if since_sync else None
+            mini_batches = [await self._add_old_log_probs(sequences, tag) for sequences in mini_batches]
         return _mean_figures([await self._train(sequences) for sequences in mini_batches])
 
     @property
@@ -54,8 +64,8 @@ class PolicyUpdate:
         cap = self.algorithm.importance_cap if self.algorithm.old_log_probs == "recompute" else None
         return ClippedPolicyLoss(self.algorithm.clip_low, self.algorithm.clip_high, cap)
 
-    def _plan(self, sequences: list[Sequence]) -> RankPlan:
-        return RankPlan.of(sequences, self.trainer.num_ranks, self.config.max_tokens_per_micro_batch)
+    def _plan(self, sequences: list[Sequence]) -> SharePlan:
+        return SharePlan.of(sequences, self.trainer.num_shares, self.config.max_tokens_per_micro_batch)
 
     async def _train(self, sequences: list[Sequence]) -> StepReport:
         return await within(
@@ -64,12 +74,19 @@ class PolicyUpdate:
             self.trainer.train_batch(self._plan(sequences).pick(sequences), self.loss, self.temperature),
         )
 
-    async def _add_old_log_probs(self, sequences: list[Sequence]) -> list[Sequence]:
+    async def _keep_weights(self) -> None:
+        await within(
+            self.config.timeout_s,
+            "the trainer did not keep the weights of the last sync aside",
+            self.trainer.keep_weights(_SYNCED),
+        )
+
+    async def _add_old_log_probs(self, sequences: list[Sequence], tag: str | None) -> list[Sequence]:
         plan = self._plan(sequences)
         results = await within(
             self.config.timeout_s,
             f"the trainer did not compute the log-probs of {len(sequences)} sequences",
-            self.trainer.infer_batch(plan.pick(sequences), self.temperature),
+            self.trainer.infer_batch(plan.pick(sequences), self.temperature, tag),
         )
         return with_old_log_probs(sequences, plan.restore(results))
 

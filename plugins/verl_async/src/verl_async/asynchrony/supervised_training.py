@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verl_async.algorithms.sft_loss import sft_loss
-from verl_async.asynchrony.batches import RankPlan
+from verl_async.asynchrony.batches import SharePlan
 from verl_async.asynchrony.waiting import within
 from verl_async.data.order import EpochOrder
 
@@ -49,7 +49,7 @@ class SupervisedTraining:
 
     async def _train(self, batch: list[Sequence]) -> StepReport:
         config = self.job.trainer
-        plan = RankPlan.of(batch, self.trainer.num_ranks, config.max_tokens_per_micro_batch)
+        plan = SharePlan.of(batch, self.trainer.num_shares, config.max_tokens_per_micro_batch)
         return await within(
             config.timeout_s,
             f"the trainer did not finish an optimizer step over {len(batch)} examples",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from verl_async.asynchrony.actors import BucketDelivery
+from verl_async.asynchrony.shares import Shares
 from verl_async.asynchrony.trainer_host import TrainerHost
 from verl_async.asynchrony.waiting import within
 from verl_async.ray.answers import answer, answers
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from verl_async.asynchrony.actors import RankBatches
+    from verl_async.asynchrony.actors import ShareBatches
     from verl_async.config import SftTrainerConfig, TrainerConfig
     from verl_async.ray.rollout import RayRolloutClient
     from verl_engine.batch.sequence import Sequence
@@ -69,10 +70,14 @@ class TrainerActor:
         return self._worker.train_batch(micro_batches, loss_fn, temperature)
 
     def infer_batch(
-        self, micro_batches: list[list[Sequence]], temperature: float
+        self, micro_batches: list[list[Sequence]], temperature: float, tag: str | None
     ) -> list[list[npt.NDArray[np.float32]]]:
         """See `EngineWorker.infer_batch`."""
-        return self._worker.infer_batch(micro_batches, temperature)
+        return self._worker.infer_batch(micro_batches, temperature, tag=tag)
+
+    def keep_weights(self, tag: str) -> None:
+        """See `EngineWorker.save_model_to_cpu`."""
+        self._worker.save_model_to_cpu(tag)
 
     def plan_weight_buckets(self, bucket_bytes: int, dtype: str) -> list[WeightBucket]:
         """See `TrainerHost.plan_weight_buckets`."""
@@ -110,7 +115,8 @@ class RayTrainer:
         options: dict[str, Any],
     ) -> None:
         """Start the actors; `start` waits for them."""
-        self.num_ranks = config.num_ranks
+        self._shares = Shares(engine.data_parallel_ranks(config.num_ranks))
+        self.num_shares = self._shares.count
         self._config = config
         self._names = [f"trainer rank {rank}" for rank in range(config.num_ranks)]
         self._buckets: list[WeightBucket] = []
@@ -156,15 +162,21 @@ class RayTrainer:
         finally:  # also where Ctrl-C comes before the answer: the files would stay behind
             await within(timeout_s, f"{name} did not unlink its buffers", answer(first.unlink_slots.remote(), name))
 
-    async def train_batch(self, batches: RankBatches, loss_fn: LossFn, temperature: float) -> StepReport:
+    async def train_batch(self, batches: ShareBatches, loss_fn: LossFn, temperature: float) -> StepReport:
         """Make one optimizer step; every rank reports the same."""
         reports = await self._each("train_batch", batches, loss_fn, temperature)
         report: StepReport = reports[0]
         return report
 
-    async def infer_batch(self, batches: RankBatches, temperature: float) -> list[list[list[npt.NDArray[np.float32]]]]:
-        """Compute log-probs with the weights as they are."""
-        return await self._each("infer_batch", batches, temperature)
+    async def infer_batch(
+        self, batches: ShareBatches, temperature: float, tag: str | None = None
+    ) -> list[list[list[npt.NDArray[np.float32]]]]:
+        """Compute log-probs; ranks that compute one share find the same."""
+        return self._shares.from_ranks(await self._each("infer_batch", batches, temperature, tag))
+
+    async def keep_weights(self, tag: str) -> None:
+        """Keep every rank's part of the weights aside."""
+        await self._all("keep_weights", tag)
 
     async def plan_weight_buckets(self, bucket_bytes: int, dtype: str) -> list[WeightBucket]:
         """Divide the weights into buckets, on every rank alike."""
@@ -191,9 +203,7 @@ class RayTrainer:
         """Call every rank with the same arguments."""
         return await answers([getattr(actor, method).remote(*args) for actor in self.actors], self._names)
 
-    async def _each(self, method: str, batches: RankBatches, *args: Any) -> list[Any]:
-        """Call every rank with its own batches."""
-        return await answers(
-            [getattr(actor, method).remote(own, *args) for actor, own in zip(self.actors, batches, strict=True)],
-            self._names,
-        )
+    async def _each(self, method: str, batches: ShareBatches, *args: Any) -> list[Any]:
+        """Call every rank with the batches of its share."""
+        own = zip(self.actors, self._shares.to_ranks(batches), strict=True)
+        return await answers([getattr(actor, method).remote(batch, *args) for actor, batch in own], self._names)

@@ -15,15 +15,16 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from verl_async.config import SftJob, TrainJob
-from verl_fsdp.config import Fsdp2Config
+from verl_engine.contract.engine_config import EngineConfig
+from verl_fsdp.config import Fsdp2Config, FsdpConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Container, Iterator
 
     from pydantic.fields import FieldInfo
 
 PAGE = Path(__file__).parent / "reference" / "config.md"
-BACKENDS = {"fsdp2": Fsdp2Config}
+BACKENDS: dict[str, type[EngineConfig]] = {"fsdp2": Fsdp2Config, "fsdp": FsdpConfig}
 SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 INTRODUCTION = """\
 # Every setting of a job
@@ -50,8 +51,10 @@ def render() -> str:
     parts = [INTRODUCTION]
     parts.append("\n## Jobs of `verl-engine train`\n\n" + _sections_of(TrainJob))
     parts.append("\n## Jobs of `verl-engine sft`\n\n" + _sections_of(SftJob))
+    parts.append("\n## Section `engine`, with every backend\n\n" + _section(EngineConfig, "engine"))
     for name, config_class in BACKENDS.items():
-        parts.append(f"\n## Section `engine` with `backend: {name}`\n\n" + _section(config_class, "engine"))
+        heading = f"\n## Section `engine` with `backend: {name}`\n\n"
+        parts.append(heading + _section(config_class, "engine", leave_out=frozenset(EngineConfig.model_fields)))
     for place, section_class in _section_classes().items():
         parts.append(f"\n## {place}\n\n" + _section(section_class, place.split("`")[1]))
     return "".join(parts)
@@ -87,12 +90,21 @@ def _sections_of(job: type[BaseModel]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _section(section_class: type[BaseModel], place: str) -> str:
+def _section(section_class: type[BaseModel], place: str, leave_out: Container[str] = ()) -> str:
     lines = [_first_line(section_class.__doc__), "", "| setting | values | default | meaning |", "|---|---|---|---|"]
+    inner = []
     for name, field in section_class.model_fields.items():
+        if name in leave_out:
+            continue
         values = _cell(_type_name(field.annotation) + _bounds(field))
         lines.append(f"| `{place}.{name}` | {values} | {_default(field)} | {_cell(field.description or '')} |")
-    return "\n".join(lines) + "\n"
+        each = ", each" if get_origin(field.annotation) is tuple else ""
+        inner += [
+            f"\nOf `{place}.{name}`{each}:\n\n{_section(part, name)}"
+            for part in get_args(field.annotation)
+            if isinstance(part, type) and issubclass(part, BaseModel)
+        ]
+    return "\n".join(lines) + "\n" + "".join(inner)
 
 
 def _type_name(annotation: Any) -> str:
@@ -103,6 +115,10 @@ def _type_name(annotation: Any) -> str:
         return " or ".join(_type_name(part) for part in arguments)
     if origin is tuple:
         return f"list of {' and '.join(_type_name(part) for part in arguments if part is not ...)}"
+    if origin is dict:
+        return "settings by name"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "a section, see below"
     names = {bool: "true or false", float: "number", int: "integer", str: "text", Path: "path", types.NoneType: "null"}
     return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
@@ -115,6 +131,8 @@ def _bounds(field: FieldInfo) -> str:
 
 
 def _default(field: FieldInfo) -> str:
+    if field.default_factory is not None:
+        return "`{}`" if get_origin(field.annotation) is dict else "see below"
     if field.default is PydanticUndefined:
         return "needed"
     if field.default is None or isinstance(field.default, bool):

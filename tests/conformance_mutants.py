@@ -1,6 +1,6 @@
 """fsdp2 with one thing wrong each: what the conformance kit must catch.
 
-Imports no torch, as hooks modules do not; the engines are in `tests.mutant_engines`.
+Imports no torch, as hooks modules do not; the engines are in `tests.mutant_engines` and `tests.mutant_exports`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class Mutant:
 
     @hookimpl
     def engine_create(self, config: Fsdp2Config, model_folder: Path) -> Any:
-        return getattr(importlib.import_module("tests.mutant_engines"), self._engine_class)(config, model_folder)
+        homes = [importlib.import_module(f"tests.{module}") for module in ("mutant_engines", "mutant_exports")]
+        engine_class = next(getattr(home, self._engine_class) for home in homes if hasattr(home, self._engine_class))
+        return engine_class(config, model_folder)
 
     @hookimpl
     def engine_gradient_sync(self, engine: Any, is_last_micro_batch: bool) -> AbstractContextManager[None]:
@@ -127,6 +129,15 @@ class AliasingRestore(Mutant):
         return True
 
 
+class OwnCopies(Mutant):
+    """Copies into memory of its own instead of the snapshot's."""
+
+    @hookimpl
+    def engine_copy_weights_to_cpu(self, engine: Any, snapshot: WeightSnapshot) -> WeightSnapshot:
+        snapshot.tensors = {name: tensor.detach().cpu().clone() for name, tensor in engine.local_weights()}
+        return snapshot
+
+
 class LostBuffer(Mutant):
     """Snapshots hold parameters only."""
 
@@ -168,35 +179,67 @@ MUTANTS = {
         DeafSync("mutant_every_micro_batch_ignored"),
         EagerSync("mutant_sync_on_every_micro_batch"),
         LostBuffer("mutant_lost_buffer"),
+        OwnCopies("mutant_snapshot_beyond_the_limit"),
+        OwnCopies("mutant_snapshot_not_shared"),
         RestoreTouchesOptimizer("mutant_restore_touches_optimizer"),
         ScheduleAdvances("mutant_schedule_advances_on_a_skip"),
         UnclosedNoSync("mutant_unclosed_no_sync"),
+        Mutant("mutant_adapter_folder_unscaled", "AdapterFolderUnscaled"),
+        Mutant("mutant_adapter_left_off", "AdapterLeftOff"),
+        Mutant("mutant_adapter_lost", "AdapterLost"),
+        Mutant("mutant_adapter_unscaled", "AdapterUnscaled"),
+        Mutant("mutant_any_layers", "AnyLayers"),
         Mutant("mutant_bf16_accumulation", "Bf16Accumulation"),
+        Mutant("mutant_checkpoint_of_first_save", "CheckpointOfFirstSave"),
+        Mutant("mutant_checkpoint_reads_late", "CheckpointReadsLate"),
+        Mutant("mutant_checkpoint_without_buffers", "CheckpointWithoutBuffers"),
         Mutant("mutant_checkpoint_without_optimizer", "CheckpointWithoutOptimizer"),
         Mutant("mutant_clip_after_step", "ClipAfterStep"),
         Mutant("mutant_clip_by_local_norm", "LocalNorm"),
+        Mutant("mutant_critic_from_scratch", "CriticFromScratch"),
+        Mutant("mutant_critic_saved_without_head", "CriticSavedWithoutHead"),
         Mutant("mutant_decayed_norms", "DecayedNorms"),
+        Mutant("mutant_entropy_at_temperature_one", "EntropyAtTemperatureOne"),
+        Mutant("mutant_entropy_without_gradient", "EntropyWithoutGradient"),
+        Mutant("mutant_head_dropout", "HeadDropout"),
+        Mutant("mutant_forward_only_not_kept", "NothingForwardOnly"),
+        Mutant("mutant_forward_only_not_refreshed", "ForwardOnlyNotRefreshed"),
+        Mutant("mutant_forward_only_rounded", "ForwardOnlyRounded"),
+        Mutant("mutant_frozen_in_snapshot", "FrozenInSnapshot"),
         Mutant("mutant_held_gradients_kept", "HeldGradientsKept"),
         Mutant("mutant_hook_not_entered", "HookNotEntered"),
         Mutant("mutant_lax_config", config_class=LaxConfig),
         Mutant("mutant_left_in_train_mode", "LeftInTrainMode"),
         Mutant("mutant_left_in_eval_mode", "LeftInEvalMode"),
         Mutant("mutant_mixed_sequences", "MixedSequences"),
+        Mutant("mutant_offload_loses_gradients", "OffloadLosesGradients"),
         Mutant("mutant_offload_loses_optimizer", "OffloadLosesOptimizer"),
+        Mutant("mutant_offload_restarts_optimizer", "OffloadRestartsOptimizer"),
         Mutant("mutant_positions_go_on", "PositionsGoOn"),
         Mutant("mutant_random_seed", "RandomSeed"),
+        Mutant("mutant_saves_only_what_is_there", "SavesOnlyWhatIsThere"),
         Mutant("mutant_schedule_not_resumed", "ScheduleNotResumed"),
         Mutant("mutant_stale_export", "StaleExport"),
         Mutant("mutant_saves_what_it_loaded", "SavesWhatItLoaded"),
+        Mutant("mutant_shards_at_the_start", "ShardsAtTheStart"),
+        Mutant("mutant_shards_not_taken", "ShardsNotTaken"),
+        Mutant("mutant_shards_unchecked", "ShardsUnchecked"),
+        Mutant("mutant_seeds_at_first_step", "SeedsAtFirstStep"),
         Mutant("mutant_silent_rank", "SilentRank"),
         Mutant("mutant_skip_on_one_rank", "SkipOnOneRank"),
         Mutant("mutant_temperature_in_inference_only", "TemperatureInInferenceOnly"),
         Mutant("mutant_tie_broken", "TieBroken"),
         Mutant("mutant_tied_twice", "TiedTwice"),
+        Mutant("mutant_unnoted_import", "UnnotedImport"),
         Mutant("mutant_undeclared_gap", "NoImport"),
         Mutant("mutant_declared_gap", "NoImport", gaps={"weight_import": "as the test says"}),
+        Mutant("mutant_value_of_the_token_itself", "ValueOfTheTokenItself"),
         Mutant("mutant_wrong_name", "WrongName"),
         Mutant("mutant_wrong_scale", "WrongScale"),
+        Mutant("mutant_fp16_without_loss_scale", "Fp16WithoutLossScale"),
+        Mutant("mutant_loss_scale_kept", "LossScaleKept"),
+        Mutant("mutant_loss_scale_left_in", "LossScaleLeftIn"),
+        Mutant("mutant_pass_not_reset", "PassNotReset"),
         Mutant("mutant_heavy_hooks"),
     )
 }

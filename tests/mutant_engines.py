@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -11,13 +10,13 @@ from unittest import mock
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from verl_engine.engine.base import Engine, TokenOutput, WeightSpec
+from verl_engine.engine.base import TokenOutput
 from verl_fsdp.fsdp2.engine import Fsdp2Engine
 from verl_fsdp.grad_norm import clip_gradients, grad_norm
 from verl_fsdp.model import load_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -45,6 +44,39 @@ class Bf16Accumulation(Fsdp2Engine):
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
         with mock.patch("verl_fsdp.fsdp2.parallelize.MixedPrecisionPolicy", return_value=policy):
             super().__init__(config, model_folder)
+
+
+class Fp16WithoutLossScale(Fsdp2Engine):
+    """Computes in float16 as it would in bfloat16."""
+
+    def __init__(self, config: Fsdp2Config, model_folder: Path) -> None:
+        super().__init__(config, model_folder)
+        self.loss_scaler = None
+
+
+class LossScaleKept(Fsdp2Engine):
+    """Never lowers the loss scale, whatever overflows."""
+
+    def optimizer_step(self) -> OptimizerStep:
+        step = super().optimizer_step()
+        if self.loss_scaler is not None:
+            self.loss_scaler.scale = 65536.0
+        return step
+
+
+class LossScaleLeftIn(Fsdp2Engine):
+    """Clips and steps by the gradient of the scaled loss."""
+
+    def clip_gradients(self) -> torch.Tensor:
+        norm = grad_norm(self.parameters.values(), None)
+        return clip_gradients(self.parameters.values(), norm, self.config.max_grad_norm)
+
+
+class PassNotReset(Fsdp2Engine):
+    """After an exception forgets the gradients, but leaves fully_shard in the middle of a pass."""
+
+    def zero_grad(self) -> None:
+        self.drop_gradients()
 
 
 class HookNotEntered(Fsdp2Engine):
@@ -121,12 +153,103 @@ class CheckpointWithoutOptimizer(Fsdp2Engine):
         self.schedule.load_state_dict(state["schedule"])
 
 
+class CheckpointWithoutBuffers(Fsdp2Engine):
+    """Saves what a model folder holds, and loses what else changes in training."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "buffers": {}}
+
+
+class CheckpointOfFirstSave(Fsdp2Engine):
+    """Copies its weights for the first checkpoint, and saves that copy each time."""
+
+    _copied: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if self._copied is None:
+            self._copied = {name: tensor.detach().clone() for name, tensor in state["model"].items()}
+        return {**state, "model": self._copied}
+
+
+class CheckpointReadsLate(Fsdp2Engine):
+    """Reads its learning rate when the checkpoint is written, not when it is saved."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "schedule": {"counter": LateReader(self.schedule)}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict({**state, "schedule": state["schedule"]["counter"]})
+
+
+class LateReader:
+    """Is pickled as the state that a schedule has at that time."""
+
+    def __init__(self, schedule: Any) -> None:
+        self._schedule = schedule
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LateReader:
+        return self
+
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        return dict, (self._schedule.state_dict(),)
+
+
+class SeedsAtFirstStep(Fsdp2Engine):
+    """Seeds when it first trains, which a resumed run does once more."""
+
+    _is_seeded = False
+
+    def set_training(self, training: bool) -> None:
+        super().set_training(training)
+        if training and not self._is_seeded:
+            self._is_seeded = True
+            torch.manual_seed(self.config.seed + self.data_parallel.rank)
+
+
 class OffloadLosesOptimizer(Fsdp2Engine):
     """Frees AdamW's moments instead of moving them."""
 
     def move(self, *, to_cpu: bool, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> None:
         super().move(to_cpu=to_cpu, parameters=parameters, gradients=gradients, optimizer=optimizer)
         self.optimizer.state.clear()
+
+
+class OffloadLosesGradients(Fsdp2Engine):
+    """Frees the gradients instead of moving them."""
+
+    def move(self, *, to_cpu: bool, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> None:
+        if gradients:
+            self.drop_gradients()
+        super().move(to_cpu=to_cpu, parameters=parameters, gradients=gradients, optimizer=optimizer)
+
+
+class OffloadRestartsOptimizer(Fsdp2Engine):
+    """Forgets AdamW's moments where the parameters are moved without them."""
+
+    def move(self, *, to_cpu: bool, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> None:
+        super().move(to_cpu=to_cpu, parameters=parameters, gradients=gradients, optimizer=optimizer)
+        if parameters and not optimizer:
+            self.optimizer.state.clear()
+
+
+class SavesOnlyWhatIsThere(Fsdp2Engine):
+    """Checkpoints lack AdamW's moments while they are on the CPU."""
+
+    _is_away = False
+
+    def move(self, *, to_cpu: bool, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> None:
+        super().move(to_cpu=to_cpu, parameters=parameters, gradients=gradients, optimizer=optimizer)
+        self._is_away = to_cpu
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if self._is_away:
+            state["optimizer"]["state"] = {
+                parameter: {name: torch.zeros_like(value) for name, value in moments.items()}
+                for parameter, moments in state["optimizer"]["state"].items()
+            }
+        return state
 
 
 class LeftInTrainMode(Fsdp2Engine):
@@ -177,17 +300,6 @@ class SilentRank(Fsdp2Engine):
         return super().forward(batch, temperature)
 
 
-class WrongName(Fsdp2Engine):
-    """Exports names with a wrapper's prefix."""
-
-    def weight_specs(self) -> list[WeightSpec]:
-        return [dataclasses.replace(spec, name=f"module.{spec.name}") for spec in super().weight_specs()]
-
-    def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        inner = [name.removeprefix("module.") for name in names]
-        return ((f"module.{name}", tensor) for name, tensor in super().full_weights(inner))
-
-
 class TemperatureInInferenceOnly(Fsdp2Engine):
     """Trains at temperature 1, whatever is asked for."""
 
@@ -195,77 +307,71 @@ class TemperatureInInferenceOnly(Fsdp2Engine):
         return super().forward(batch, 1.0 if torch.is_grad_enabled() else temperature)
 
 
+class EntropyAtTemperatureOne(Fsdp2Engine):
+    """Divides the logits for log-probs only."""
+
+    def forward(self, batch: PackedBatch, temperature: float) -> TokenOutput:
+        output = super().forward(batch, temperature)
+        if output.given_entropy is None or temperature == 1.0:
+            return output
+        return dataclasses.replace(output, given_entropy=super().forward(batch, 1.0).entropy)
+
+
+class EntropyWithoutGradient(Fsdp2Engine):
+    """Computes the entropy, but its gradient stops there."""
+
+    def forward(self, batch: PackedBatch, temperature: float) -> TokenOutput:
+        output = super().forward(batch, temperature)
+        return dataclasses.replace(output, given_entropy=output.given_entropy.detach())  # type: ignore[union-attr]
+
+
+class ValueOfTheTokenItself(Fsdp2Engine):
+    """Takes values from the state after the token."""
+
+    def __init__(self, config: Fsdp2Config, model_folder: Path) -> None:
+        super().__init__(config, model_folder)
+        figures = self.head.figures
+
+        def late(model: Any, run: Any, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+            return figures(model, dataclasses.replace(run, columns=run.columns + 1), targets, temperature)
+
+        self.head.figures = late  # type: ignore[method-assign] # that is what is wrong with it
+
+
+class HeadDropout(Fsdp2Engine):
+    """Leaves the dropout before the last layer as transformers has it."""
+
+    def __init__(self, config: Fsdp2Config, model_folder: Path) -> None:
+        super().__init__(config, model_folder)
+        for module in self.module.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.1
+
+
+class CriticFromScratch(Fsdp2Engine):
+    """Takes of a language model's folder the config only."""
+
+    def __init__(self, config: Fsdp2Config, model_folder: Path) -> None:
+        def forget(config: Fsdp2Config, model_folder: Path) -> Any:
+            model = load_model(config, model_folder)
+            is_read = not any(parameter.is_meta for parameter in model.parameters())
+            return type(model)(model.config) if config.head == "value" and is_read else model
+
+        with mock.patch("verl_fsdp.engine.load_model", side_effect=forget):
+            super().__init__(config, model_folder)
+
+
+class CriticSavedWithoutHead(Fsdp2Engine):
+    """Writes the layers only, so that whoever loads the folder draws a head of its own."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        trunk = [spec for spec in self.weight_specs() if not spec.name.startswith("score.")]
+        with mock.patch.object(self, "weight_specs", return_value=trunk):
+            super().save_pretrained(folder)
+
+
 class ScheduleNotResumed(Fsdp2Engine):
     """Resumes with a learning rate that begins again."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict({**state, "schedule": self.schedule.state_dict()})
-
-
-class StaleExport(Fsdp2Engine):
-    """Exports what it gathered first, also after a step."""
-
-    _gathered: dict[str, torch.Tensor] | None = None
-
-    def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._gathered is None:
-            every = [spec.name for spec in self.weight_specs()]
-            self._gathered = {name: tensor.clone() for name, tensor in super().full_weights(every)}
-        return ((name, self._gathered[name]) for name in names)
-
-    def load_full_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        super().load_full_weights(weights)
-        self._gathered = None
-
-
-class TieBroken(Fsdp2Engine):
-    """The output layer is a copy of the embedding that nobody trains."""
-
-    def __init__(self, config: Fsdp2Config, model_folder: Path) -> None:
-        module = load_model(config, model_folder)
-        is_tied = module.lm_head.weight is module.model.embed_tokens.weight
-        if is_tied:
-            module.lm_head.weight = torch.nn.Parameter(module.lm_head.weight.detach().clone(), requires_grad=False)
-        with mock.patch("verl_fsdp.engine.load_model", return_value=module):
-            super().__init__(config, model_folder)
-        if is_tied:
-            del self.parameters["lm_head.weight"]
-
-
-class TiedTwice(Fsdp2Engine):
-    """Exports the output layer, and the embedding that it is."""
-
-    def weight_specs(self) -> list[WeightSpec]:
-        specs = super().weight_specs()
-        embedding = specs[0]
-        return [*specs, *([dataclasses.replace(embedding, name="lm_head.weight")] if self._is_tied() else [])]
-
-    def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name in names:
-            inner = self.weight_specs()[0].name if name == "lm_head.weight" and self._is_tied() else name
-            for _, tensor in super().full_weights([inner]):
-                yield name, tensor
-
-    def _is_tied(self) -> bool:
-        return "lm_head.weight" not in self.parameters
-
-
-class NoImport(Fsdp2Engine):
-    """Takes no weights."""
-
-    def load_full_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        Engine.load_full_weights(self, weights)
-
-
-class SavesWhatItLoaded(Fsdp2Engine):
-    """Copies the folder that it was made from."""
-
-    def __init__(self, config: Fsdp2Config, model_folder: Path) -> None:
-        super().__init__(config, model_folder)
-        self._model_folder = model_folder
-
-    def save_pretrained(self, folder: Path) -> None:
-        super().save_pretrained(folder)
-        if self.data_parallel.rank == 0:
-            shutil.copytree(self._model_folder, folder, dirs_exist_ok=True)
-        torch.distributed.barrier()

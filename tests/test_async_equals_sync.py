@@ -14,7 +14,7 @@ import transformers
 
 from recipes.addition_data import prompt_row, save_model
 from verl_async.algorithms.policy_loss import ClippedPolicyLoss
-from verl_async.asynchrony.batches import RankPlan, build_sequences
+from verl_async.asynchrony.batches import SharePlan, build_sequences
 from verl_async.asynchrony.inputs import ModelTexts, read_training_prompts
 from verl_async.asynchrony.prompt_source import PromptSource
 from verl_async.asynchrony.samples import ScoredGroup
@@ -82,7 +82,7 @@ def train_in_a_plain_loop(rank: int, recipe: Path, folder: Path) -> None:
                 groups.append(ScoredGroup(draw, tuple(own), tuple(rewards), (False,) * 4, 0))
         for start in (0, 4):
             sequences = build_sequences(groups[start : start + 4], job.algorithm)
-            plan = RankPlan.of(sequences, 1, job.trainer.max_tokens_per_micro_batch)
+            plan = SharePlan.of(sequences, 1, job.trainer.max_tokens_per_micro_batch)
             worker.train_batch(plan.pick(sequences)[0], loss, job.rollout.temperature)
         names = [spec.name for spec in worker.engine.weight_specs()]
         rollout.load_weights(worker.engine.full_weights(names))

@@ -40,8 +40,22 @@ CASES: Final = {
     "unclosed_no_sync": Case("recovery/middle_micro_batch", "after an exception", "accumulation/all_ranks"),
     "held_gradients_kept": Case("recovery/middle_micro_batch", "after an exception", "recovery/first_micro_batch"),
     "bf16_accumulation": Case("accumulation/bf16", "not float32", "accumulation/report"),
+    "fp16_without_loss_scale": Case("accumulation/fp16", "the gradient of a small loss is", "accumulation/bf16"),
+    "loss_scale_kept": Case("optimizer/fp16_overflow", "the loss scale is never lowered", "optimizer/adamw"),
+    "loss_scale_left_in": Case("accumulation/fp16", "the gradient of a plain loss is", "accumulation/bf16"),
+    "pass_not_reset": Case("recovery/backward", "after an exception in a backward", "accumulation/all_ranks"),
     "mixed_sequences": Case("log_probs/together", "nats", "log_probs/temperature"),
     "positions_go_on": Case("log_probs/positions", "nats", "log_probs/temperature"),
+    "entropy_at_temperature_one": Case(
+        "log_probs/entropy_value", "entropies at temperature 0.5 are off by", "log_probs/temperature"
+    ),
+    "entropy_without_gradient": Case(
+        "log_probs/entropy_gradient", "with entropy=gradient the gradient", "log_probs/entropy_value"
+    ),
+    "value_of_the_token_itself": Case("values/state_before_token", "values are off by", "values/new_head"),
+    "head_dropout": Case("values/gradient", "the gradient of a loss on values is off", "values/state_before_token"),
+    "critic_from_scratch": Case("values/new_head", "not the language model's", "values/saved_folder"),
+    "critic_saved_without_head": Case("values/saved_folder", "the saved folder's plain model", "values/new_head"),
     "clip_after_step": Case("optimizer/clipping", "the gradient applied is off", "optimizer/schedules"),
     "clip_by_local_norm": Case("optimizer/clipping", "the gradient applied is off", "optimizer/schedules"),
     "decayed_norms": Case("optimizer/adamw", "norms were", "optimizer/clipping"),
@@ -50,6 +64,9 @@ CASES: Final = {
     "aliasing_snapshot": Case("snapshots/independent", "aliases the live weights", "weights/export"),
     "aliasing_restore": Case("snapshots/exact", "restored after training", "snapshots/independent"),
     "restore_touches_optimizer": Case("snapshots/exact", "after a save and a further step", "snapshots/swapped"),
+    "snapshot_beyond_the_limit": Case("snapshots/limit", "has no room for it", "snapshots/exact"),
+    "snapshot_not_shared": Case("snapshots/shared", "not in shared memory", "snapshots/exact"),
+    "unnoted_import": Case("snapshots/never_stale", "saved after an import of one changed number", "snapshots/exact"),
     "lost_buffer": Case("snapshots/buffers", "buffers that changed in training were lost", "snapshots/exact"),
     "wrong_name": Case("weights/export", "do not have the same names: lm_head.weight", "determinism/ranks_agree"),
     "stale_export": Case("accumulation/one_rank", "the gradient is off by 1", "weights/export"),
@@ -57,13 +74,38 @@ CASES: Final = {
     "tie_broken": Case("accumulation/tied", "is off by", "weights/tied"),
     "tied_twice": Case("weights/tied", "do not have the same names: lm_head.weight", "weights/export"),
     "saves_what_it_loaded": Case("weights/saved_folder", "weights differ", "weights/export"),
+    "shards_at_the_start": Case("weights/shards", "do not make whole weights", "weights/export"),
+    "shards_not_taken": Case("weights/shards_import", "imported in parts", "weights/shards"),
+    "shards_unchecked": Case("weights/shards_refusals", "a part that belongs elsewhere", "weights/shards_import"),
+    "forward_only_rounded": Case("forward_only/log_probs", "differ", "forward_only/refusal"),
+    "forward_only_not_refreshed": Case("forward_only/refreshed", "not used", "forward_only/log_probs"),
+    "forward_only_not_kept": Case("forward_only/snapshot", "after an import", "forward_only/refreshed"),
+    "adapter_lost": Case("lora/train", "unchanged: ['model.layers.0", "lora/unknown_layers"),
+    "adapter_unscaled": Case("lora/merged", "nats", "lora/train"),
+    "adapter_left_off": Case("lora/disabled", "the adapter is not back", "lora/merged"),
+    "adapter_folder_unscaled": Case("lora/adapter_folder", "differ from the exported", "lora/disabled"),
+    "frozen_in_snapshot": Case("lora/snapshot", "one of the whole model", "lora/merged"),
+    "any_layers": Case("lora/unknown_layers", "got ''", "lora/train"),
     "undeclared_gap": Case("weights/import", "must declare the gap", "weights/export"),
     "left_in_train_mode": Case("modes/inference", "left in train mode", "modes/training"),
     "left_in_eval_mode": Case("modes/training", "left in eval mode", "modes/inference"),
     "random_seed": Case("determinism/same_seed", "the second run of one seed", "determinism/ranks_agree"),
     "schedule_not_resumed": Case("checkpoints/resume", "two steps after", "checkpoints/nothing_there"),
+    "checkpoint_of_first_save": Case("checkpoints/keep_last", "loaded after step 2", "checkpoints/before_first_step"),
+    "checkpoint_reads_late": Case(
+        "checkpoints/in_background", "optimizer or schedule leaked", "checkpoints/nothing_there"
+    ),
+    "checkpoint_without_buffers": Case("checkpoints/buffers", "were lost", "checkpoints/resume"),
+    "seeds_at_first_step": Case("checkpoints/random_numbers", "two steps with dropout", "checkpoints/resume"),
     "checkpoint_without_optimizer": Case("checkpoints/resume", "two steps after", "checkpoints/nothing_there"),
     "offload_loses_optimizer": Case("offload/there_and_back", "optimizer state was lost", "snapshots/swapped"),
+    "offload_loses_gradients": Case(
+        "offload/gradients_between_micro_batches", "a step whose gradients were moved", "offload/there_and_back"
+    ),
+    "offload_restarts_optimizer": Case(
+        "offload/each_part", "a step after the parameters alone were moved", "offload/there_and_back"
+    ),
+    "saves_only_what_is_there": Case("offload/checkpoint", "a step after the resume", "checkpoints/resume"),
     "lax_config": Case("config/wrong_fields", "without a word", "config/fields"),
     "heavy_hooks": Case("loading/hooks_module", "imported torch", "loading/listing"),
     "silent_rank": Case(

@@ -24,7 +24,7 @@ from verl_engine.command.backend_template import render_project
 if TYPE_CHECKING:
     from pathlib import Path
 
-GAPS = {"multi_rank", "resharding", "every_micro_batch_sync", "bf16"}
+GAPS = {"multi_rank", "resharding", "every_micro_batch_sync", "bf16", "fp16", "lora", "value_head"}
 
 
 @dataclass(frozen=True)

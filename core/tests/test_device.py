@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ import torch
 from verl_engine.contract.errors import ConfigError
 from verl_engine.engine import device as device_module
 from verl_engine.engine.device import Device
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.fixture
@@ -57,6 +61,22 @@ def test_an_accelerator(kind: str, collectives: str, accelerators: dict[str, Any
     device.activate()
     device.synchronize()
     assert calls == [("set", 2), ("synchronize", 2)]
+
+
+def test_memory_is_a_share_of_the_machines_on_the_cpu_and_the_whole_of_an_accelerator(
+    accelerators: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(device_module, "_CGROUP_LIMIT", limit)
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert Device("cpu").memory_bytes() == machine
+    assert Device("cpu").memory_bytes(local_ranks=4) == machine // 4
+    limit.write_text("max\n", encoding="ascii")
+    assert Device("cpu").memory_bytes() == machine
+    limit.write_text("1048576\n", encoding="ascii")
+    assert Device("cpu").memory_bytes(local_ranks=2) == 524288, "a container has less than its machine"
+    accelerators["npu"] = SimpleNamespace(mem_get_info=lambda index: (index, 64 << 30))
+    assert Device("npu", 3).memory_bytes(local_ranks=8) == 64 << 30
 
 
 def test_what_is_not_there_is_refused(accelerators: dict[str, Any]) -> None:

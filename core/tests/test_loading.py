@@ -68,7 +68,7 @@ def test_a_slip_in_one_of_our_names_gives_the_command_too(tmp_path: Path, monkey
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     with pytest.raises(
         UnknownPluginError,
-        match=r"did you mean fsdp2 \(not installed: python -m pip install verl-fsdp\)\?",
+        match=r"did you mean fsdp \(not installed: python -m pip install verl-fsdp\) or fsdp2 ",
     ):
         load_plugin(BACKENDS_GROUP, "FSDP")
 

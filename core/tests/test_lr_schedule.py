@@ -39,7 +39,29 @@ def test_cosine() -> None:
     assert found == pytest.approx([1.0, (1 + 2**-0.5) / 2, 0.5, (1 - 2**-0.5) / 2, 0.0, 0.0])
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_wsd_stays_then_falls_over_the_last_steps() -> None:
+    # Warm-up 2, stable until step 6, then down by a quarter of 1 - 0.2 each.
+    found = rates(12, lr_schedule="wsd", warmup_steps=2, total_steps=10, decay_steps=4, min_lr_ratio=0.2)
+    assert found == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
+
+
+def test_wsd_falls_over_the_last_tenth_by_default() -> None:
+    found = rates(21, lr_schedule="wsd", total_steps=20)
+    assert found == pytest.approx([1.0] * 19 + [0.5, 0.0])
+    assert rates(5, lr_schedule="wsd", total_steps=3) == pytest.approx([1.0, 1.0, 1.0, 0.0, 0.0])
+    # Less than a tenth is left after the warm-up.
+    assert rates(21, lr_schedule="wsd", total_steps=20, warmup_steps=19)[18:] == pytest.approx([1.0, 1.0, 0.0])
+
+
+def test_wsd_refuses_phases_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match="decay_steps=4 and warmup_steps=3 together must not exceed total_steps=6"):
+        config(lr_schedule="wsd", warmup_steps=3, decay_steps=4, total_steps=6)
+    assert config(lr_schedule="wsd", warmup_steps=2, decay_steps=4, total_steps=6).decay_steps == 4
+    with pytest.raises(ValueError, match="decay_steps=4 is for lr_schedule=wsd, and it is cosine"):
+        config(lr_schedule="cosine", decay_steps=4, total_steps=6)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd"])
 def test_a_falling_schedule_needs_its_length(schedule: str) -> None:
     with pytest.raises(ConfigError, match=f"engine.lr_schedule={schedule} needs engine.total_steps"):
         rates(1, lr_schedule=schedule)
@@ -47,7 +69,7 @@ def test_a_falling_schedule_needs_its_length(schedule: str) -> None:
 
 @settings(deadline=None)
 @given(
-    schedule=st.sampled_from(["constant", "linear", "cosine"]),
+    schedule=st.sampled_from(["constant", "linear", "cosine", "wsd"]),
     warmup=st.integers(0, 5),
     length=st.integers(1, 9),
     least=st.floats(0, 1),

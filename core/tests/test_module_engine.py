@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,13 +11,14 @@ import torch
 from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.errors import WeightsError
 from verl_engine.engine.device import Device
+from verl_engine.engine.loss_scaler import LossScaler
 from verl_engine.engine.module_engine import ModuleEngine
+from verl_engine.engine.token_output import TokenOutput
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from verl_engine.batch.packed import PackedBatch
-    from verl_engine.engine.base import TokenOutput
 
 
 class Model(torch.nn.Module):
@@ -107,6 +109,75 @@ def test_a_gradient_that_is_not_finite_changes_nothing(value: float) -> None:
     assert engine.optimizer_step().learning_rate == pytest.approx(0.1 / 4)  # the schedule did not go on
     set_gradients(engine, 1.0)
     assert engine.optimizer_step().learning_rate == pytest.approx(0.2 / 4)
+
+
+class HalfEngine(PlainEngine):
+    """Computes in float16, as it says."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.loss_scaler = LossScaler()
+
+    def forward(self, batch: PackedBatch, temperature: float) -> TokenOutput:
+        """Return what the loss below looks at."""
+        del batch, temperature
+        return TokenOutput(self.parameters["inner.bias"] * 3)
+
+    def clip_gradients(self) -> torch.Tensor:
+        """Divide the scale out first."""
+        assert self.loss_scaler is not None
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                parameter.grad /= self.loss_scaler.scale
+        return super().clip_gradients()
+
+
+def summed(output: TokenOutput, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    del batch
+    return output.log_probs.sum(), {}
+
+
+def test_the_loss_is_scaled_in_the_backward_only() -> None:
+    config = EngineConfig.model_validate({"backend": "plain", "learning_rate": 0.1, "max_grad_norm": 1e9})
+    engine = HalfEngine(config, Device("cpu"), Model())
+    nothing: Any = None
+    loss, _ = engine.forward_backward([nothing, nothing], summed, 0.5, 1.0, lambda _: nullcontext())
+    assert float(loss) == 12.0  # 3 * (1 + 1), twice
+    gradient = engine.parameters["inner.bias"].grad
+    assert gradient is not None
+    assert gradient.tolist() == [65536 * 0.5 * 3 * 2] * 2
+    step = engine.optimizer_step()
+    assert step.grad_norm == pytest.approx(3 * 2**0.5)
+    assert (step.applied, step.overflow) == (True, False)
+
+
+def test_an_overflow_lowers_the_scale_and_is_skipped() -> None:
+    config = EngineConfig.model_validate({"backend": "plain", "learning_rate": 0.1})
+    engine = HalfEngine(config, Device("cpu"), Model())
+    before = weights(engine)
+    set_gradients(engine, float("inf"))
+    step = engine.optimizer_step()
+    assert (step.applied, step.overflow) == (False, True)
+    assert engine.loss_scaler is not None
+    assert engine.loss_scaler.scale == 32768.0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(engine).items())
+    engine.loss_scaler.scale = 1.0
+    set_gradients(engine, float("inf"))
+    assert not engine.optimizer_step().overflow, "no lower scale can mend it: it is the gradient itself"
+
+
+def test_the_rate_reported_is_the_engines_whatever_its_groups_have() -> None:
+    config = EngineConfig.model_validate({"backend": "plain", "learning_rate": 0.1, "warmup_steps": 2})
+    module = Model()
+    groups: list[dict[str, Any]] = [{"params": [module.inner.bias], "lr": 0.0}, {"params": [module.inner.weight]}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    engine = PlainEngine(config, Device("cpu"), module, None, optimizer)
+    rates = []
+    for _ in range(3):
+        set_gradients(engine, 1.0)
+        rates.append(engine.optimizer_step().learning_rate)
+    assert rates == pytest.approx([0.05, 0.1, 0.1])
+    assert weights(engine)["inner.bias"].tolist() == [1.0, 1.0]
 
 
 def test_gradients_are_clipped() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 import zlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from verl_engine.engine.weight_bucket import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 SPECS = [
     WeightSpec("a", (3,), torch.float32),
@@ -114,6 +115,64 @@ def test_a_rank_without_a_buffer_takes_part_in_every_gathering() -> None:
     [bucket] = plan_buckets(engine.weight_specs(), 10_000)
     assert write_bucket(engine, bucket, None) == 0
     assert engine.calls == ["gather weight 0", "gather weight 1"]
+
+
+class FreshEngine(FakeEngine):
+    """Makes each weight when it is asked for, as gathering does, and sees whether an earlier one is still alive."""
+
+    alive = 0
+    most_alive = 0
+
+    def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in names:
+            yield name, self._gather(name)
+
+    def _gather(self, name: str) -> torch.Tensor:
+        tensor = self.weights[name].clone()
+        self.alive += 1
+        self.most_alive = max(self.most_alive, self.alive)
+        weakref.finalize(tensor, self._let_go)
+        return tensor
+
+    def _let_go(self) -> None:
+        self.alive -= 1
+
+
+@pytest.mark.parametrize("has_buffer", [True, False], ids=["writer", "others"])
+def test_one_gathered_weight_is_alive_at_a_time(has_buffer: bool) -> None:
+    engine = FreshEngine({f"weight {index}": torch.zeros(3) for index in range(4)})
+    [bucket] = plan_buckets(engine.weight_specs(), 10_000)
+    write_bucket(engine, bucket, np.zeros(bucket.num_bytes, np.uint8) if has_buffer else None)
+    assert (engine.alive, engine.most_alive) == (0, 1)
+
+
+class OtherEngine(FakeEngine):
+    """Gives something else than it promised."""
+
+    given: ClassVar[list[tuple[str, torch.Tensor]]] = []
+
+    def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        del names
+        return iter(self.given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], r"gave nothing where its plan has weight 0 of shape \(3,\)"),
+        ([("other", torch.zeros(3))], r"gave other of shape \(3,\) where its plan has weight 0"),
+        ([("weight 0", torch.zeros(1))], r"gave weight 0 of shape \(1,\) where its plan has weight 0 of shape \(3,\)"),
+    ],
+    ids=["nothing", "another", "a part"],
+)
+def test_success_is_not_reported_where_the_engine_gave_nothing(
+    monkeypatch: pytest.MonkeyPatch, given: list[tuple[str, torch.Tensor]], message: str
+) -> None:
+    engine = OtherEngine({"weight 0": torch.zeros(3)})
+    monkeypatch.setattr(OtherEngine, "given", given)
+    [bucket] = plan_buckets(engine.weight_specs(), 10_000)
+    with pytest.raises(WeightsError, match=message):
+        write_bucket(engine, bucket, np.zeros(bucket.num_bytes, np.uint8))
 
 
 def test_a_changed_byte_is_noticed_wherever_it_is() -> None:

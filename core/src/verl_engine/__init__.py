@@ -36,10 +36,11 @@ if TYPE_CHECKING:
     from verl_engine.contract.optimizer_step import OptimizerStep
     from verl_engine.contract.strict_model import StrictModel
     from verl_engine.engine.base import DataParallel, Engine, LossFn, TokenOutput, WeightSpec
+    from verl_engine.engine.checkpoint_store import CheckpointInfo, CheckpointStore
     from verl_engine.engine.device import Device
     from verl_engine.engine.module_engine import ModuleEngine
+    from verl_engine.engine.output_from_logits import output_from_logits
     from verl_engine.engine.snapshots import WeightSnapshot
-    from verl_engine.engine.token_log_probs import token_log_probs
     from verl_engine.engine.worker import EngineWorker
     from verl_engine.host.backend_host import BackendHost
     from verl_engine.host.engine_section import validate_engine_section
@@ -79,10 +80,11 @@ _HOMES = {
     "contract.optimizer_step": ["OptimizerStep"],
     "contract.strict_model": ["StrictModel"],
     "engine.base": ["DataParallel", "Engine", "LossFn", "TokenOutput", "WeightSpec"],
+    "engine.checkpoint_store": ["CheckpointInfo", "CheckpointStore"],
     "engine.device": ["Device"],
     "engine.module_engine": ["ModuleEngine"],
+    "engine.output_from_logits": ["output_from_logits"],
     "engine.snapshots": ["WeightSnapshot"],
-    "engine.token_log_probs": ["token_log_probs"],
     "engine.worker": ["EngineWorker"],
     "host.backend_host": ["BackendHost"],
     "host.engine_section": ["validate_engine_section"],
@@ -98,6 +100,8 @@ __all__ = [
     "BackendSpec",
     "BatchError",
     "Capabilities",
+    "CheckpointInfo",
+    "CheckpointStore",
     "ConfigError",
     "DataParallel",
     "Device",
@@ -132,10 +136,10 @@ __all__ = [
     "__version__",
     "hookimpl",
     "load_plugin",
+    "output_from_logits",
     "patch",
     "patch_on_import",
     "read_config",
-    "token_log_probs",
     "validate",
     "validate_engine_section",
 ]

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from plugins.verl_fsdp.tests.gradient_view import look_instead_of_stepping
 from verl_engine.testing.conformance.driver import Driver
 from verl_engine.testing.conformance.reference import (
     make_sequences,
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from verl_engine.testing.conformance.driver import Split
-    from verl_fsdp.fsdp2.engine import Fsdp2Engine
+    from verl_fsdp.engine import ShardedEngine
 
 NUM_SEQUENCES: Final = 12
 TOLERANCE: Final = 2e-6
@@ -47,16 +48,10 @@ def gradients_on_rank(
     rank: int, folder: Path, drawn: list[Split], settings_: dict[str, Any]
 ) -> list[dict[str, torch.Tensor]]:
     """Return the whole gradient for each split, from one engine that lives through all of them."""
-    section = {"backend": "fsdp2", "learning_rate": 1e-3, "device": "cpu", "max_grad_norm": 1e9, **settings_}
+    section = {"learning_rate": 1e-3, "device": "cpu", "max_grad_norm": 1e9, **settings_}
     driver = Driver(section, folder, rank, len(drawn[0]))
-    engine = cast("Fsdp2Engine", driver.engine)
     sequences = make_sequences(NUM_SEQUENCES)
-    found: list[dict[str, torch.Tensor]] = []
-
-    def look_instead_of_stepping() -> None:
-        found.append({name: cast("Any", parameter.grad).full_tensor() for name, parameter in engine.parameters.items()})
-
-    engine.optimizer.step = look_instead_of_stepping  # type: ignore[method-assign, assignment]
+    found = look_instead_of_stepping(cast("ShardedEngine", driver.engine))
     for split in drawn:
         driver.step(driver.take(sequences, split), weighted_loss)
     return found
@@ -73,8 +68,13 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[int, RankPool]]:
 @pytest.mark.dist
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("gradient_sync", ["last_micro_batch", "every_micro_batch"])
+@pytest.mark.parametrize(
+    "backend",
+    [{"backend": "fsdp2"}, {"backend": "fsdp2", "keep_unsharded": True}, {"backend": "fsdp"}],
+    ids=["fsdp2", "fsdp2 kept", "fsdp"],
+)
 def test_gradient_is_that_of_the_global_batch(
-    model_folder: Path, ranks: tuple[int, RankPool], gradient_sync: str, packing: bool
+    model_folder: Path, ranks: tuple[int, RankPool], backend: dict[str, Any], gradient_sync: str, packing: bool
 ) -> None:
     num_ranks, pool = ranks
     expected = reference_gradient(model_folder, make_sequences(NUM_SEQUENCES))
@@ -82,7 +82,7 @@ def test_gradient_is_that_of_the_global_batch(
     @settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(st.lists(splits(num_ranks), min_size=4, max_size=4))
     def check(drawn: list[Split]) -> None:
-        section = {"packing": packing, "gradient_sync": gradient_sync}
+        section = {**backend, "packing": packing, "gradient_sync": gradient_sync}
         for gradients in pool.run(gradients_on_rank, model_folder, drawn, section):
             assert len(gradients) == len(drawn)
             assert max(relative_error(gradient, expected) for gradient in gradients) <= TOLERANCE

@@ -1,4 +1,4 @@
-"""fsdp2 keeps the contract: the kit that ships with the core says so. Beside this file is what only fsdp2 has."""
+"""Both backends keep the contract: so says the kit that comes with core. Beside this file is what only they have."""
 
 from __future__ import annotations
 
@@ -27,5 +27,24 @@ class TestFsdp2Padded(EngineConformance):
 @pytest.mark.dist
 class TestFsdp2KeepsParametersGathered(EngineConformance):
     backend = "fsdp2"
+    settings: ClassVar[Mapping[str, Any]] = {"reshard_after_forward": False}
+    only = ("accumulation", "recovery", "snapshots/exact", "weights/saved_folder")
+
+
+@pytest.mark.dist
+class TestFsdp1(EngineConformance):
+    backend = "fsdp"
+
+
+@pytest.mark.dist
+class TestFsdp1Padded(EngineConformance):
+    backend = "fsdp"
+    settings: ClassVar[Mapping[str, Any]] = {"packing": False}
+    only = ("accumulation", "log_probs", "modes", "deadlock/idle_ranks")
+
+
+@pytest.mark.dist
+class TestFsdp1KeepsParametersGathered(EngineConformance):
+    backend = "fsdp"
     settings: ClassVar[Mapping[str, Any]] = {"reshard_after_forward": False}
     only = ("accumulation", "recovery", "snapshots/exact", "weights/saved_folder")

@@ -30,10 +30,11 @@ def keep_and_return(rank: int, folder: Path, checkpoint: Path) -> None:
     worker.train_batch([make_sequences(2, seed=rank)], weighted_loss)
     second = weights(worker)
     assert not torch.equal(first, second)
-    worker.save_checkpoint(checkpoint)
+    worker.save_checkpoint(checkpoint, 1)
+    worker.wait_for_checkpoint()
     worker.restore_model_from_cpu(1)
     assert torch.equal(weights(worker), first)
-    worker.load_checkpoint(checkpoint)
+    assert worker.load_checkpoint(checkpoint).step == 1
     assert torch.equal(weights(worker), second)
     worker.clear_cpu_model(1)
     with pytest.raises(WeightsError, match="no weights were saved under '1'"):

@@ -18,7 +18,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PROGRAM = "verl-engine"
-OWN_COMMANDS = {"backends": "backends", "check": "check", "doctor": "doctor.command", "new-backend": "new_backend"}
+OWN_COMMANDS = {
+    "backends": "backends",
+    "check": "check",
+    "checkpoint": "checkpoint",
+    "doctor": "doctor.command",
+    "new-backend": "new_backend",
+}
 """Module in this package for each subcommand of the core; it has ``run(arguments, program) -> exit code``."""
 USER_ERROR = 2
 INTERRUPTED = 130

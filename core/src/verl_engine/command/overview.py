@@ -15,6 +15,7 @@ from verl_engine.host.catalog import list_plugins, pip_install
 OWN_COMMANDS = {
     "backends": "List the installed engine backends, and what they lack.",
     "check": "Prove a backend right with the conformance kit.",
+    "checkpoint": "List checkpoints, and make a Hugging Face folder of one.",
     "doctor": "Say what is wrong on this machine, and the command that mends it.",
     "new-backend": "Write an engine of your own: a complete package to start from.",
 }

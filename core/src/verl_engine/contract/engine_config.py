@@ -76,7 +76,8 @@ class EngineConfig(StrictModel):
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this L2 norm over all ranks."""
     max_skipped_steps: int = Field(default=5, ge=1)
-    """The job stops after so many optimizer steps in a row with a gradient that is not finite."""
+    """The job stops after so many optimizer steps in a row with a gradient that is not finite. In float16 an overflow
+    that a lower loss scale may mend does not count: a fresh run may begin with a few."""
 
     @model_validator(mode="after")
     def _check(self) -> EngineConfig:
@@ -86,8 +87,17 @@ class EngineConfig(StrictModel):
             raise ValueError(f"observers={list(self.observers)} names one twice; name each once")
         if self.total_steps is not None and self.warmup_steps >= self.total_steps:
             raise ValueError(f"warmup_steps={self.warmup_steps} must be below total_steps={self.total_steps}")
+        if self.head == "value" and self.entropy != "off":
+            raise ValueError(f"entropy={self.entropy} is of a language model's head, and head=value: set entropy=off")
+        if self.lora is not None and self.forward_only:
+            raise ValueError("lora is for training, and forward_only=true: an adapter that is not trained does nothing")
         if self.decay_steps is not None and self.lr_schedule != "wsd":
             raise ValueError(f"decay_steps={self.decay_steps} is for lr_schedule=wsd, and it is {self.lr_schedule}")
+        if self.decay_steps and self.total_steps and self.warmup_steps + self.decay_steps > self.total_steps:
+            raise ValueError(
+                f"decay_steps={self.decay_steps} and warmup_steps={self.warmup_steps} together must not exceed "
+                f"total_steps={self.total_steps}"
+            )
         return self
 
     def required_features(self) -> tuple[str, ...]:

@@ -87,7 +87,8 @@ def engine_copy_weights_to_cpu(engine: Engine, snapshot: WeightSnapshot) -> Weig
     Args:
         engine: what ``engine_create`` returned.
         snapshot: fill it with ``snapshot.store(names_and_tensors)``: this rank's shards of all parameters that are
-            trained, and all buffers. The copy is the snapshot's own, whatever device the tensors are on.
+            trained, and all buffers, live. The copy is the snapshot's own, whatever device the tensors are on; if it is
+            known to hold these values, nothing is copied.
     Returns:
         `snapshot`.
     Collectives: none.
@@ -102,7 +103,8 @@ def engine_restore_weights_from_cpu(engine: Engine, snapshot: WeightSnapshot) ->
 
     Args:
         engine: what ``engine_create`` returned.
-        snapshot: was filled by this engine; copy from it with ``snapshot.copy_into(names_and_tensors)``.
+        snapshot: was filled by this engine; copy from it with ``snapshot.copy_into(names_and_tensors)``, which checks
+            names, shapes and dtypes before it copies anything.
     Returns:
         True, so that the call is known to be answered.
     Collectives: none.

@@ -13,3 +13,6 @@ class OptimizerStep:
     """False when the gradient was not finite: weights, optimizer and schedule stayed as they were."""
     learning_rate: float
     """The rate this step used, or would have used."""
+    overflow: bool = False
+    """True for a step that was not applied where the engine lowered its loss scale (float16), which may mend it: such a
+    step does not count for ``max_skipped_steps``."""

@@ -133,7 +133,8 @@ class Engine(ABC):
         """Yield this rank's part of each weight that `weight_specs` lists, in that order.
 
         Feature ``weight_shards``. Together the ranks' parts cover each weight; replicated ones come from every rank.
-        Collectives: none.
+        `assemble_weights` puts them together. Every rank takes all of its own.
+        Collectives: none, but for merging an adapter, whose own small matrices are gathered.
         """
         raise self._unsupported("weight_shards")
 
@@ -157,9 +158,7 @@ class Engine(ABC):
         """
         raise self._unsupported("lora")
 
-    def move( 
-        self, *, to_cpu: bool, parameters: bool = True, gradients: bool = True, optimizer: bool = True
-    ) -> None:
+    def move(self, *, to_cpu: bool, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> None:
         """Move parts to the CPU, freeing the device, or back to it. Feature ``offload``.
 
         Args:
@@ -175,7 +174,9 @@ class Engine(ABC):
         """Return everything that training goes on from: weights, optimizer, schedule.
 
         Feature ``checkpoints``. Tensors may be live, and sharded ones are DTensors: torch's distributed checkpoints
-        write what each rank has, and fill the same structure in place when they load.
+        write what each rank has, and fill the same structure in place when they load. So it is complete before the
+        first step too. Weights are under ``model``, by Hugging Face names, tied ones once; ``optimizer`` is as torch's
+        `get_optimizer_state_dict` gives it. ``buffers`` and ``loss_scaler`` may be missing in what is loaded.
         """
         raise self._unsupported("checkpoints")
 

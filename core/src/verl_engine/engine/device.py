@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -11,6 +13,7 @@ import torch
 from verl_engine.contract.errors import ConfigError
 
 _COLLECTIVES: Final = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+_CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +63,31 @@ class Device:
         if self.kind != "cpu":
             _module(self.kind).synchronize(self.index)
 
+    def memory_bytes(self, local_ranks: int = 1) -> int:
+        """Return the device's whole memory, in use or not; on the CPU this rank's share of the machine's.
+
+        Args:
+            local_ranks: ranks on this machine, which share the CPU's memory. An accelerator is a rank's own.
+        """
+        if self.kind != "cpu":
+            _, total = _module(self.kind).mem_get_info(self.index)
+            return int(total)
+        return _machine_memory_bytes() // local_ranks
+
 
 def _module(kind: str) -> Any:
     """``torch.cuda`` or ``torch.npu``."""
     return torch.get_device_module(kind)
+
+
+def _machine_memory_bytes() -> int:
+    """Return the machine's memory, or the limit of the container that this process is in."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = _CGROUP_LIMIT.read_text(encoding="ascii").strip()
+    except OSError:  # no container, or an old kernel
+        return machine
+    return min(machine, int(limit)) if limit.isdigit() else machine  # "max" where there is no limit
 
 
 def _is_available(kind: str) -> bool:

@@ -15,7 +15,7 @@ def lr_multiplier(config: EngineConfig, step: int) -> float:
     """Return the share of the peak learning rate that an optimizer step uses.
 
     Rises linearly over ``warmup_steps`` (the first step already uses 1 / warmup_steps), then stays, or falls to
-    ``min_lr_ratio`` at ``total_steps`` and stays there.
+    ``min_lr_ratio`` at ``total_steps`` and stays there: at once, or (``wsd``) over the last ``decay_steps``.
 
     Args:
         config: the ``engine`` section.
@@ -29,6 +29,9 @@ def lr_multiplier(config: EngineConfig, step: int) -> float:
         return 1.0
     if config.total_steps is None:
         raise ConfigError(f"engine.lr_schedule={config.lr_schedule} needs engine.total_steps to know where to end")
-    progress = min(1.0, (step - config.warmup_steps) / (config.total_steps - config.warmup_steps))
-    fall = progress if config.lr_schedule == "linear" else (1 - math.cos(math.pi * progress)) / 2
+    start = config.warmup_steps
+    if config.lr_schedule == "wsd":
+        start = max(start, config.total_steps - (config.decay_steps or max(1, config.total_steps // 10)))
+    progress = min(1.0, max(0.0, (step - start) / (config.total_steps - start)))
+    fall = (1 - math.cos(math.pi * progress)) / 2 if config.lr_schedule == "cosine" else progress
     return 1 - fall * (1 - config.min_lr_ratio)

@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from verl_engine.contract.errors import UnsupportedError
 from verl_engine.contract.optimizer_step import OptimizerStep
 from verl_engine.engine.base import DataParallel, Engine
+from verl_engine.engine.checkpoint_module import load_module_state, module_state
 from verl_engine.engine.lr_schedule import lr_multiplier
 from verl_engine.engine.module_weights import (
+    exported_tensors,
     full_weights,
     load_full_weights,
+    load_weight_shards,
     local_tensors,
     save_pretrained,
+    weight_shards,
     weight_specs,
 )
+from verl_engine.engine.offload import PARTS, GradientSlot, Offload
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
+    from verl_engine.batch.packed import PackedBatch
     from verl_engine.contract.engine_config import EngineConfig
-    from verl_engine.engine.base import WeightSpec
+    from verl_engine.engine.base import LossFn, WeightShard, WeightSpec
+    from verl_engine.engine.checkpoint_module import Stateful
     from verl_engine.engine.device import Device
+    from verl_engine.engine.loss_scaler import LossScaler
+    from verl_engine.engine.module_weights import Exported
 
 
 class ModuleEngine(Engine):
@@ -36,6 +46,10 @@ class ModuleEngine(Engine):
     """
 
     _optimizer: torch.optim.Optimizer | None = None
+    _offload: Offload | None = None
+    loss_scaler: LossScaler | None = None
+    """Set by engines that compute in float16: the loss, and so the gradient until `clip_gradients`, is multiplied by
+    its scale."""
 
     def __init__(
         self,
@@ -59,7 +73,7 @@ class ModuleEngine(Engine):
         self.device = device
         self.data_parallel = data_parallel or DataParallel(rank=0, size=1, group=None)
         self.gradient_divisor = self.data_parallel.size
-        self.module = module.to(device.torch_device)
+        self.module = self.place(module)
         # Between a forward and a backward a sharded module holds gathered parameters; these are the shards, always.
         self.parameters = dict(module.named_parameters())
         if config.forward_only:
@@ -79,27 +93,48 @@ class ModuleEngine(Engine):
             raise UnsupportedError("engine.forward_only=true: this engine has no optimizer and cannot train")
         return self._optimizer
 
+    def place(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Move the whole module to the device; overridden where it was put in its place when it was sharded."""
+        return module.to(self.device.torch_device)
+
     @abstractmethod
     def clip_gradients(self) -> torch.Tensor:
         """Scale the gradient down to ``max_grad_norm``, and return its L2 norm before; the same on every rank.
 
-        What is not finite may be left in any state: it is dropped.
+        With a `loss_scaler` the gradient found is ``loss_scaler.scale`` times too large, and is brought back too; the
+        norm returned is without that factor. What is not finite may be left in any state: it is dropped.
         Collectives: whatever a norm over all ranks takes.
         """
 
     def optimizer_step(self) -> OptimizerStep:
         """Clip and step, or skip when the norm is not finite; see ``engine_optimizer_step``."""
-        learning_rate = float(self.schedule.get_last_lr()[0])
-        norm = self.clip_gradients()
-        applied = bool(norm.isfinite())
+        # Not the rate of a parameter group: those may have factors of their own.
+        learning_rate = self.config.learning_rate * lr_multiplier(self.config, self.schedule.last_epoch)
+        norm = float(self.clip_gradients())
+        applied = math.isfinite(norm)
         if applied:
             self.optimizer.step()
             self.schedule.step()
         self.drop_gradients()
-        return OptimizerStep(grad_norm=float(norm), applied=applied, learning_rate=learning_rate)
+        is_scale_lower = self.loss_scaler is not None and self.loss_scaler.update(is_finite=applied)
+        return OptimizerStep(norm, applied, learning_rate, overflow=is_scale_lower)
+
+    def forward_backward(
+        self,
+        micro_batches: Sequence[PackedBatch],
+        loss_fn: LossFn,
+        loss_scale: float,
+        temperature: float,
+        gradient_sync: Callable[[bool], AbstractContextManager[None]],
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Accumulate the gradient, times the scale of the `loss_scaler` where there is one; see the base class."""
+        scale = loss_scale * (1.0 if self.loss_scaler is None else self.loss_scaler.scale)
+        return super().forward_backward(micro_batches, loss_fn, scale, temperature, gradient_sync)
 
     def drop_gradients(self) -> None:
         """Forget the gradients after a step."""
+        if self._offload is not None:
+            self._offload.forget_gradients()
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -112,62 +147,84 @@ class ModuleEngine(Engine):
         self.module.train(training)
 
     def local_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield this rank's live shards of what is trained, and all buffers: what a snapshot holds."""
-        trained = ((name, parameter) for name, parameter in self.parameters.items() if parameter.requires_grad)
-        return local_tensors((*trained, *self.module.named_buffers()))
+        """Yield what a snapshot holds: this rank's live shards of what may change, and all buffers.
+
+        What may change is what is trained; of a forward-only engine it is everything, by an import of weights.
+        """
+        changing = (
+            (name, parameter)
+            for name, parameter in self.parameters.items()
+            if parameter.requires_grad or self.config.forward_only
+        )
+        return local_tensors((*changing, *self.module.named_buffers()))
+
+    def exported(self) -> dict[str, Exported]:
+        """Say what each exported weight is made of, by name; overridden where names differ or adapters add to it."""
+        return exported_tensors(self.module, self.parameters)
 
     def weight_specs(self) -> list[WeightSpec]:
         """List the exported weights."""
-        return weight_specs(self.module, self.parameters)
+        return weight_specs(self.exported())
 
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole weights; see the base class."""
-        return full_weights(self.module, self.parameters, names)
+        return full_weights(self.exported(), names)
 
     def load_full_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take whole weights; see the base class."""
-        load_full_weights(self.module, self.parameters, weights)
-        self.note_weights_changed()
+        """Take whole weights; see the base class. No collectives.
+
+        Raises:
+            UnsupportedError: there are adapters: what comes is merged, and cannot be taken apart.
+        """
+        try:
+            load_full_weights(self.exported(), weights)
+        finally:
+            self.note_weights_changed()  # those before a misfit are in
+
+    def weight_shards(self) -> Iterator[WeightShard]:
+        """Yield this rank's parts; see the base class.
+
+        Collectives: none; with adapters, two all-gathers each, of their small matrices.
+        """
+        return weight_shards(self.exported())
+
+    def load_weight_shards(self, shards: Iterable[WeightShard]) -> None:
+        """Take this rank's parts; see the base class, and `load_full_weights`."""
+        try:
+            load_weight_shards(self.exported(), shards)
+        finally:
+            self.note_weights_changed()
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write a Hugging Face folder; see the base class."""
-        save_pretrained(self.module, self.parameters, folder, is_writer=self.data_parallel.rank == 0)
+        """Write a Hugging Face folder; see the base class. The first rank holds a copy of all weights meanwhile."""
+        save_pretrained(self.module, self.full_weights([spec.name for spec in self.weight_specs()]), folder)
 
     def move(self, *, to_cpu: bool, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> None:
-        """Move parts to the CPU or back; see the base class."""
-        target = torch.device("cpu") if to_cpu else self.device.torch_device
-        if parameters:
-            self.module.to(target)
-        if gradients:
-            for parameter in self.parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad = parameter.grad.to(target)
-        if optimizer and self._optimizer is not None:
-            for state in self._optimizer.state.values():
-                for name, value in state.items():
-                    if isinstance(value, torch.Tensor) and value.ndim:  # AdamW's step counters stay where they are
-                        state[name] = value.to(target)
-        self.device.synchronize()
+        """Move parts to the CPU or back; see the base class, and `Offload`.
+
+        What is there already is left alone. Until a part is back, what needs it raises UnsupportedError. Collectives:
+        none.
+        """
+        if self._offload is None:
+            self._offload = Offload(self.module, self._optimizer, self.device)
+        asked = zip(PARTS, (parameters, gradients, optimizer), strict=True)
+        self._offload.move([part for part, is_asked in asked if is_asked], self.gradient_slots(), to_cpu=to_cpu)
+
+    def gradient_slots(self) -> Iterator[GradientSlot]:
+        """Yield every place where gradients are kept; overridden where there are more than the parameters' own."""
+        return (GradientSlot(parameter) for parameter in self.parameters.values())
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that training goes on from; see the base class."""
-        fresh = not self.optimizer.state
-        model, optimizer = get_state_dict(self.module, self.optimizer)
-        if fresh:
-            # torch makes the state of an optimizer that never stepped by a step without effect, but counts it.
-            for state in self.optimizer.state.values():
-                state["step"].zero_()
-        return {"model": model, "optimizer": optimizer, "schedule": self.schedule.state_dict()}
+        return module_state(self.module, self._optimizer, self._stateful())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take such a state; see the base class."""
-        set_state_dict(
-            self.module,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
-        self.schedule.load_state_dict(state["schedule"])
+        load_module_state(self.module, self._optimizer, self._stateful(), state)
+
+    def _stateful(self) -> dict[str, Stateful | None]:
+        """Return what has a state besides weights and optimizer."""
+        return {"schedule": getattr(self, "schedule", None), "loss_scaler": self.loss_scaler}
 
 
 def adamw(parameters: dict[str, torch.nn.Parameter], config: EngineConfig, device: Device) -> torch.optim.AdamW:

@@ -1,105 +1,246 @@
-"""Whole weights in and out of a torch module, whose tensors are plain or sharded (DTensor)."""
+"""Weights in and out of a torch module, whose tensors are plain or sharded (DTensor): whole, or each rank's part.
+
+Shape legend: O outputs and I inputs of a layer, R the rank of an adapter.
+"""
 
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
-from verl_engine.contract.errors import WeightsError
-from verl_engine.engine.base import WeightSpec
+from verl_engine.contract.errors import UnsupportedError, WeightsError
+from verl_engine.engine.base import WeightShard, WeightSpec
+from verl_engine.engine.weight_shards import part_of, place_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
 
-def weight_specs(model: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> list[WeightSpec]:
-    """List every weight that a Hugging Face folder holds: parameters, tied ones once, and persistent buffers."""
-    return [
-        WeightSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in _exported(model, parameters).items()
-    ]
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """What an adapter adds to a weight: ``scale * b @ a``."""
+
+    a_RI: torch.Tensor  # noqa: N815 - shape suffix
+    b_OR: torch.Tensor  # noqa: N815 - shape suffix
+    scale: float
 
 
-def full_weights(
-    model: torch.nn.Module, parameters: Mapping[str, torch.Tensor], names: Sequence[str]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Gather weights one by one; each is valid until the next is taken.
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """One weight as the world outside sees it."""
 
-    Collectives: an all-gather for each sharded one.
+    tensor: torch.Tensor
+    """A parameter or buffer of the module."""
+    low_rank: LowRank | None = None
+
+
+def exported_tensors(model: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> dict[str, Exported]:
+    """Take what a Hugging Face folder holds: parameters, tied ones once, and persistent buffers, in the model's order.
+
+    Args:
+        model: the module.
+        parameters: this rank's, by name.
     """
-    exported = _exported(model, parameters)
+    persistent = model.state_dict(keep_vars=True).keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    return {name: Exported(tensor) for name, tensor in {**parameters, **buffers}.items()}
+
+
+def weight_specs(exported: Mapping[str, Exported]) -> list[WeightSpec]:
+    """List names, shapes and dtypes."""
+    return [WeightSpec(name, tuple(entry.tensor.shape), entry.tensor.dtype) for name, entry in exported.items()]
+
+
+def full_weights(exported: Mapping[str, Exported], names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Gather weights one by one, adapters merged in; each is valid until the next is taken.
+
+    No more than one whole weight is alive at a time, if the caller lets go of it before it takes the next.
+    Collectives: an all-gather for each sharded one, and two more for an adapter's.
+    """
     for name in names:
-        tensor = exported[name].detach()
-        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        yield name, _gathered(exported[name])
+
+
+def _gathered(entry: Exported) -> torch.Tensor:
+    base = _full(entry.tensor)
+    if entry.low_rank is None:
+        return base
+    return merged(base, LowRank(_full(entry.low_rank.a_RI), _full(entry.low_rank.b_OR), entry.low_rank.scale))
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole of a tensor, detached. Collectives: an all-gather where it is sharded."""
+    whole = tensor.detach()
+    if not isinstance(whole, DTensor):
+        return whole
+    device = whole.device_mesh.device_type
+    # Shards that were moved to the CPU, or stay there, cannot be gathered by an accelerator's collectives.
+    return (whole if whole.device.type == device else cast("DTensor", whole.to(device))).full_tensor()
+
+
+def merged(base_OI: torch.Tensor, low_rank: LowRank) -> torch.Tensor:
+    """Add what an adapter adds to a weight, or to the same part of it; in float32, then in the weight's dtype.
+
+    Args:
+        base_OI: whole, or some of its rows and columns; it stays as it is.
+        low_rank: the rows of B and the columns of A that belong to it.
+    """
+    merged_OI = low_rank.b_OR.float() @ low_rank.a_RI.float()
+    return merged_OI.mul_(low_rank.scale).add_(base_OI).to(base_OI.dtype)
 
 
 def local_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield this rank's shard of each tensor, live and detached."""
-    for name, tensor in named:
-        live = tensor.detach()
-        yield name, live.to_local() if isinstance(live, DTensor) else live
+    return ((name, _local(tensor)) for name, tensor in named)
 
 
-def load_full_weights(
-    model: torch.nn.Module, parameters: Mapping[str, torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]]
-) -> None:
-    """Copy whole weights into the shards, in place; each rank keeps its own part.
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    live = tensor.detach()
+    return live.to_local() if isinstance(live, DTensor) else live
+
+
+def weight_shards(exported: Mapping[str, Exported]) -> Iterator[WeightShard]:
+    """Yield this rank's part of each weight with its place, adapters merged in.
+
+    Collectives: none; for an adapter two all-gathers, of its own small matrices.
+    """
+    for name, entry in exported.items():
+        offsets, shape = place_of(entry.tensor)
+        part = _local(entry.tensor)
+        if entry.low_rank is not None:
+            a_RI, b_OR = _full(entry.low_rank.a_RI), _full(entry.low_rank.b_OR)
+            b_part = part_of(b_OR, (offsets[0], 0), (shape[0], b_OR.shape[1]))
+            a_part = part_of(a_RI, (0, offsets[1]), (a_RI.shape[0], shape[1]))
+            part = merged(part, LowRank(a_part, b_part, entry.low_rank.scale))
+        yield WeightShard(name, tuple(entry.tensor.shape), offsets, part)
+
+
+def load_full_weights(exported: Mapping[str, Exported], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Copy whole weights into the shards, in place: each rank cuts out its own part. No collectives.
 
     Raises:
+        UnsupportedError: there are adapters, and a merged weight cannot be taken apart again.
         WeightsError: a name or shape that the model does not have, or a weight that is missing.
-    Collectives: a scatter from the first rank for each sharded weight.
     """
-    missing = _exported(model, parameters)
+    intake = _Intake(exported)
     for name, whole in weights:
-        own = missing.pop(name, None)
-        if own is None or own.shape != whole.shape:
-            found = "no such weight, or had it already" if own is None else f"shape {tuple(own.shape)}"
-            raise WeightsError(f"weight {name} of shape {tuple(whole.shape)} does not fit: the model has {found}")
-        live = own.detach()
-        value = whole.to(device=live.device, dtype=live.dtype)
-        if isinstance(live, DTensor):
-            value = distribute_tensor(value, live.device_mesh, live.placements)
-        live.copy_(value)
-    if missing:
-        raise WeightsError(f"{len(missing)} weights are missing: {', '.join(sorted(missing)[:5])}")
+        own = intake.take(name, f"of shape {tuple(whole.shape)}")
+        if own.shape != whole.shape:
+            raise WeightsError(
+                f"weight {name} of shape {tuple(whole.shape)} does not fit: the model has shape {tuple(own.shape)}"
+            )
+        _local(own).copy_(part_of(whole.detach(), *place_of(own)))
+    intake.require_all()
 
 
-def save_pretrained(
-    model: torch.nn.Module, parameters: Mapping[str, torch.Tensor], folder: Path, *, is_writer: bool
-) -> None:
-    """Write a Hugging Face folder; it appears under its name only when it is whole.
+def load_weight_shards(exported: Mapping[str, Exported], shards: Iterable[WeightShard]) -> None:
+    """Copy parts in, in place, as `weight_shards` of the same rank gives them. No collectives.
+
+    Raises:
+        UnsupportedError: there are adapters, and a merged weight cannot be taken apart again.
+        WeightsError: a name or place that is not this rank's, or a weight that is missing.
+    """
+    intake = _Intake(exported)
+    for shard in shards:
+        what = f"at {shard.offsets}, of shape {tuple(shard.tensor.shape)}, in {shard.view_shape}"
+        own = intake.take(shard.name, what)
+        offsets, shape = place_of(own)
+        if (shard.view_shape, shard.offsets, tuple(shard.tensor.shape)) != (tuple(own.shape), offsets, shape):
+            raise WeightsError(
+                f"the part of {shard.name} {what} is not this rank's, which is at {offsets}, of shape {shape}, in "
+                f"{tuple(own.shape)}"
+            )
+        _local(own).copy_(shard.tensor.detach())
+    intake.require_all()
+
+
+class _Intake:
+    """Ticks off weights that come in."""
+
+    def __init__(self, exported: Mapping[str, Exported]) -> None:
+        if any(entry.low_rank for entry in exported.values()):
+            raise UnsupportedError(
+                "engine.lora: whole weights cannot be told apart into the model's own and the adapter's; start an "
+                "engine from a folder that holds them"
+            )
+        self._missing = {name: entry.tensor for name, entry in exported.items()}
+
+    def take(self, name: str, what: str) -> torch.Tensor:
+        """Return the model's own tensor for a weight that came, once."""
+        if name not in self._missing:
+            raise WeightsError(f"weight {name} {what} does not fit: the model has no such weight, or had it already")
+        return self._missing.pop(name)
+
+    def require_all(self) -> None:
+        """Raise where something is still missing."""
+        if self._missing:
+            missing = ", ".join(sorted(self._missing)[:5])
+            raise WeightsError(f"{len(self._missing)} weights are missing: {missing}")
+
+
+def save_pretrained(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
+    """Write a Hugging Face folder; see `write_folder`.
 
     Args:
         model: has transformers' ``save_pretrained``.
-        parameters: this rank's, by name.
+        weights: whole ones. The first rank keeps a copy of all of them on the CPU meanwhile, the others of none.
         folder: replaced if it exists.
-        is_writer: whether this rank writes.
-    Collectives: an all-gather a weight, then a barrier, so that on return the folder is there for every rank.
+    Collectives: those of taking the weights, then a broadcast.
     """
-    exported = _exported(model, parameters)
-    state = {}
-    for name, tensor in full_weights(model, parameters, list(exported)):
-        if is_writer:
-            state[name] = tensor.cpu().clone()
-    if is_writer:
-        partial = folder.with_name(f".{folder.name}.tmp")
-        shutil.rmtree(partial, ignore_errors=True)
+    state = kept_by_first_rank(weights)
+    write_folder(folder, lambda partial: cast("Any", model).save_pretrained(partial, state_dict=state))
+
+
+def kept_by_first_rank(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Copy whole weights to the CPU on the first rank; the others only take part in their gathering."""
+    kept = {}
+    for name, tensor in weights:
+        if _is_first_rank():
+            kept[name] = tensor.to("cpu", copy=True)
+        del tensor
+    return kept
+
+
+def write_folder(folder: Path, write: Callable[[Path], object]) -> None:
+    """Let the first rank write a folder; it takes the place of what was there only when it is whole.
+
+    On return it is there for every rank, or every rank raises: none is left waiting for one that could not write.
+    Raises:
+        WeightsError: on the other ranks, where the first one failed.
+    Collectives: a broadcast.
+    """
+    failure: Exception | None = None
+    if _is_first_rank():
         try:
-            cast("Any", model).save_pretrained(partial, state_dict=state)
-            shutil.rmtree(folder, ignore_errors=True)
-            partial.rename(folder)
-        finally:  # where the disk is full, others need the room
-            shutil.rmtree(partial, ignore_errors=True)
+            _replace(folder, write)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others must hear of it; it is raised below
+            failure = error
     if dist.is_initialized():
-        dist.barrier()
+        told = [None if failure is None else f"{type(failure).__name__}: {failure}"]
+        dist.broadcast_object_list(told, src=0)
+        if told[0] is not None and failure is None:
+            raise WeightsError(f"the first rank could not write {folder}: {told[0]}")
+    if failure is not None:
+        raise failure
 
 
-def _exported(model: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Map names to shards (or whole buffers), in the model's own order."""
-    persistent = model.state_dict(keep_vars=True).keys()
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
-    return {**parameters, **buffers}
+def _replace(folder: Path, write: Callable[[Path], object]) -> None:
+    partial = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        write(partial)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+    finally:  # where the disk is full, others need the room
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _is_first_rank() -> bool:
+    """Whether this rank writes: of all ranks, not of those with different data, for then several may be the first."""
+    return not dist.is_initialized() or dist.get_rank() == 0

@@ -1,12 +1,14 @@
 """Weights as flat byte buckets: how they leave the trainer and enter whoever generates.
 
 A bucket is a run of whole tensors at aligned offsets in one flat buffer. The plan follows from names, shapes and dtypes
-alone, so every rank and every reader computes or receives the same one, and memory is bounded by the bucket's size.
+alone, so every rank and every reader computes or receives the same one. Memory is bounded by the bucket's size and one
+gathered weight.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -89,17 +91,23 @@ def write_bucket(engine: Engine, bucket: WeightBucket, buffer: npt.NDArray[np.ui
         buffer: at least ``bucket.num_bytes`` bytes; None on ranks that only take part in the gathering.
     Returns:
         CRC-32 of the bucket's bytes; 0 without a buffer.
+    Raises:
+        WeightsError: the engine gives something else than the plan says.
     Collectives: those of `Engine.full_weights`.
     """
+    gathered = engine.full_weights([entry.name for entry in bucket.entries])
     if buffer is None:
-        for _ in engine.full_weights([entry.name for entry in bucket.entries]):
-            pass
+        deque(gathered, maxlen=0)
         return 0
     flat = torch.from_numpy(buffer)
-    for entry, (_, tensor) in zip(
-        bucket.entries, engine.full_weights([entry.name for entry in bucket.entries]), strict=True
-    ):
+    for entry in bucket.entries:  # not in a zip, which would keep a weight alive while the next is gathered
+        name, tensor = next(gathered, ("nothing", None))
+        if tensor is None or name != entry.name or tuple(tensor.shape) != entry.shape:
+            found = name if tensor is None else f"{name} of shape {tuple(tensor.shape)}"
+            raise WeightsError(f"the engine gave {found} where its plan has {entry.name} of shape {entry.shape}")
         _view(flat, entry).copy_(tensor)
+        del tensor
+    deque(gathered, maxlen=0)
     starts = [entry.offset for entry in bucket.entries]
     for entry, next_start in zip(bucket.entries, [*starts[1:], bucket.num_bytes], strict=True):
         buffer[entry.offset + entry.num_bytes : next_start] = 0  # padding counts in the checksum too

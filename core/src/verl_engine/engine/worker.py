@@ -9,14 +9,14 @@ import dataclasses
 import datetime
 import os
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from verl_engine.batch.packed import PackedBatch
-from verl_engine.contract.errors import TrainingDivergedError, UnsupportedError
-from verl_engine.engine.checkpoint import load_checkpoint, save_checkpoint
+from verl_engine.contract.errors import PluginError, TrainingDivergedError, UnsupportedError
+from verl_engine.engine.checkpoint_store import CheckpointInfo, CheckpointStore
 from verl_engine.engine.device import Device
 from verl_engine.engine.snapshots import Snapshots
 from verl_engine.engine.train_step import StepReport, train_step
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
     from verl_engine.batch.sequence import Sequence
     from verl_engine.contract.engine_config import EngineConfig
-    from verl_engine.engine.base import Engine, LossFn
+    from verl_engine.engine.base import DataParallel, Engine, LossFn
+    from verl_engine.engine.shared_snapshot import SnapshotHandle
 
 
 class EngineWorker:
@@ -52,6 +53,8 @@ class EngineWorker:
         self._engine: Engine | None = None
         self._skipped_in_a_row = 0
         self._snapshots: Snapshots | None = None
+        self._checkpoints: CheckpointStore | None = None
+        self._timeout_s = 600.0
 
     def prepare(self, init_method: str, timeout_s: float = 600.0) -> None:
         """Make the process ready, then join the process group.
@@ -60,6 +63,7 @@ class EngineWorker:
             init_method: of torch.distributed, such as ``tcp://10.0.0.1:29500`` or ``file:///tmp/store``.
             timeout_s: for joining, and for each collective later.
         """
+        self._timeout_s = timeout_s
         self._host.prepare_process(self._config)
         torch.set_num_threads(self._config.num_threads)
         device = Device.resolve(self._config.device, int(os.environ.get("LOCAL_RANK", self._rank)))
@@ -74,8 +78,28 @@ class EngineWorker:
         )
 
     def create(self, role: str = "actor") -> None:
-        """Build the engine from the model folder."""
-        self._engine = self._host.create(self._config, self._model_folder, role)
+        """Build the engine from the model folder.
+
+        Raises:
+            ConfigError: the ranks cannot be divided as configured.
+            PluginError: the engine takes another share of the data than its config gives this rank.
+        """
+        self._config.validate_world(self._world_size)
+        engine = self._host.create(self._config, self._model_folder, role)
+        self._check_share(engine.data_parallel)
+        self._engine = engine
+
+    def _check_share(self, found: DataParallel) -> None:
+        """Launchers divide batches by the config, the engine sums over its group: both must mean the same ranks."""
+        shares = self._config.data_parallel_ranks(self._world_size)
+        own, count = shares[self._rank], len(set(shares))
+        if (found.rank, found.size) != (own, count):
+            raise PluginError(
+                f"backend {self._config.backend}: the engine of rank {self._rank} has data_parallel rank {found.rank} "
+                f"of {found.size}, but {type(self._config).__name__}.data_parallel_ranks({self._world_size}), "
+                f"{shares}, gives it share {own} of {count}; it would train on batches that are not meant for it. This "
+                "is a bug of the backend: mend whichever is wrong"
+            )
 
     @property
     def engine(self) -> Engine:
@@ -99,7 +123,10 @@ class EngineWorker:
         packed = [PackedBatch.from_sequences(sequences, device) for sequences in micro_batches]
         report = train_step(self._host, self.engine, packed, loss_fn, temperature)
         report = dataclasses.replace(report, metrics=report.metrics | self._host.metrics())
-        self._skipped_in_a_row = 0 if report.optimizer.applied else self._skipped_in_a_row + 1
+        if report.optimizer.applied:
+            self._skipped_in_a_row = 0
+        elif not report.optimizer.overflow:
+            self._skipped_in_a_row += 1
         if self._skipped_in_a_row >= self._config.max_skipped_steps:
             raise TrainingDivergedError(
                 f"the gradient was not finite (norm {report.optimizer.grad_norm}) in {self._skipped_in_a_row} "
@@ -110,7 +137,12 @@ class EngineWorker:
         return report
 
     def infer_batch(
-        self, micro_batches: SequenceOf[list[Sequence]], temperature: float = 1.0, *, disable_adapter: bool = False
+        self,
+        micro_batches: SequenceOf[list[Sequence]],
+        temperature: float = 1.0,
+        *,
+        disable_adapter: bool = False,
+        tag: int | str | None = None,
     ) -> list[list[npt.NDArray[np.float32]]]:
         """Compute log-probs, or a critic's values, in eval mode and without gradient.
 
@@ -118,14 +150,20 @@ class EngineWorker:
             micro_batches: this rank's; every rank brings the same number.
             temperature: divides the logits before the softmax.
             disable_adapter: run the model without its LoRA adapter, as the reference policy it started from.
+            tag: compute under the weights that `save_model_to_cpu` kept under it, such as those of an older policy;
+                those in force come back. See `Snapshots.swapped`.
         Returns:
-            For each micro-batch and sequence, in the order given, [L] float32: log-probs in nats, or values; 0 outside the loss
-            mask.
+            For each micro-batch and sequence, in the order given, [L] float32: log-probs in nats, or values; 0 outside
+            the loss mask.
         """
         engine = self.engine
         engine.set_training(False)
         results = []
-        with torch.no_grad(), engine.disable_adapter() if disable_adapter else nullcontext():
+        with (
+            torch.no_grad(),
+            nullcontext() if tag is None else self._snapshots_of_engine().swapped(str(tag)),
+            engine.disable_adapter() if disable_adapter else nullcontext(),
+        ):
             for sequences in micro_batches:
                 batch = PackedBatch.from_sequences(sequences, engine.device.torch_device)
                 output = engine.forward(batch, temperature)
@@ -133,9 +171,9 @@ class EngineWorker:
                 results.append([part.numpy().copy() for part in batch.unpack(figures)][: len(sequences)])
         return results
 
-    def save_model_to_cpu(self, tag: int | str) -> None:
+    def save_model_to_cpu(self, tag: int | str, version: int = 0) -> None:
         """Keep the weights in force aside under a tag; see `Snapshots.save`."""
-        self._snapshots_of_engine().save(str(tag))
+        self._snapshots_of_engine().save(str(tag), version)
 
     def restore_model_from_cpu(self, tag: int | str) -> None:
         """Put the weights of a tag back in force; see `Snapshots.restore`."""
@@ -145,15 +183,40 @@ class EngineWorker:
         """Forget a tag; see `Snapshots.drop`."""
         self._snapshots_of_engine().drop(str(tag))
 
-    def save_checkpoint(self, folder: Path) -> None:
-        """Write all state; see `save_checkpoint`."""
-        self._host.require("checkpoints")
-        save_checkpoint(self.engine, folder)
+    def snapshot_handle(self, tag: int | str) -> SnapshotHandle:
+        """Return by what another process of the machine reads a tag of this rank; see `Snapshots.handle`."""
+        return self._snapshots_of_engine().handle(str(tag))
 
-    def load_checkpoint(self, folder: Path) -> None:
-        """Resume from what `save_checkpoint` wrote."""
+    def save_checkpoint(
+        self,
+        root: Path,
+        step: int,
+        user_state: dict[str, Any] | None = None,
+        *,
+        keep_last: int | None = None,
+        wait: bool = False,
+    ) -> None:
+        """Write all state, in the background unless `wait`; see `CheckpointStore` for the rest."""
+        self._checkpoints_in(root, keep_last).save(self.engine, step, user_state, wait=wait)
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the checkpoint that is being written is whole; see `CheckpointStore.wait`."""
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
+
+    def load_checkpoint(self, root: Path, step: int | None = None) -> CheckpointInfo:
+        """Resume from a checkpoint, by default the newest; see `CheckpointStore.load`."""
+        return self._checkpoints_in(root).load(self.engine, step)
+
+    def _checkpoints_in(self, root: Path, keep_last: int | None = None) -> CheckpointStore:
+        """Return the store of a folder; another folder's is closed."""
         self._host.require("checkpoints")
-        load_checkpoint(self.engine, folder)
+        if self._checkpoints is None or self._checkpoints.root != root:
+            if self._checkpoints is not None:
+                self._checkpoints.close()
+            self._checkpoints = CheckpointStore(root, model_folder=self._model_folder, timeout_s=self._timeout_s)
+        self._checkpoints.keep_last = keep_last
+        return self._checkpoints
 
     def plan_weight_buckets(self, bucket_bytes: int, dtype: str | None = None) -> list[WeightBucket]:
         """Plan the export of all weights; the same on every rank. See `plan_buckets`."""
@@ -169,11 +232,17 @@ class EngineWorker:
 
     def _snapshots_of_engine(self) -> Snapshots:
         if self._snapshots is None:
-            self._snapshots = Snapshots(self._host, self.engine)
+            config = self._config
+            self._snapshots = Snapshots(self._host, self.engine, config.snapshot_memory, config.snapshot_limit_bytes)
         return self._snapshots
 
     def close(self) -> None:
-        """Leave the process group. Harmless when called twice."""
+        """Wait for a checkpoint that is being written, then leave the process group. Harmless when called twice."""
+        checkpoints, self._checkpoints = self._checkpoints, None
+        if checkpoints is not None:
+            checkpoints.close()
+        if self._snapshots is not None:
+            self._snapshots.close()
         self._engine = self._snapshots = None
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -48,6 +48,22 @@ def write_absolute_position_model(folder: Path) -> Path:
     return folder
 
 
+def write_tiny_critic(folder: Path) -> Path:
+    """Write the trunk of `write_tiny_model` with a head for token classification that has one label.
+
+    The folder says nothing of the head's dropout, for which transformers then takes 0.1.
+    """
+    config = transformers.Qwen3Config(**tiny_config())
+    config.num_labels = 1
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = transformers.Qwen3ForTokenClassification(config)
+        torch.nn.init.normal_(model.score.weight, std=0.2)
+        torch.nn.init.constant_(model.score.bias, 0.5)
+        model.save_pretrained(folder)
+    return folder
+
+
 def tiny_config(vocab_size: int = 32) -> dict[str, Any]:
     """Return sizes for a two-layer model of Qwen3's kind."""
     return {

@@ -76,8 +76,21 @@ class ShardedConfig(EngineConfig):
     parameter_groups: tuple[ParameterGroup, ...] = ()
     """Other settings for some parameters; the rest keeps the engine's."""
 
+    @field_validator("optimizer")
+    @classmethod
+    def _is_dotted(cls, path: str) -> str:
+        names = path.split(".")
+        if len(names) == 1 or not all(name.isidentifier() for name in names):
+            raise ValueError(f"optimizer={path!r} must be a dotted path such as torch.optim.AdamW")
+        return path
+
     @model_validator(mode="after")
     def _check_sharded(self) -> ShardedConfig:
+        fields = {"lr": "learning_rate", "weight_decay": "weight_decay"}
+        if self.optimizer == "torch.optim.AdamW":
+            fields |= {"betas": "betas", "eps": "eps"}
+        for option in self.optimizer_options.keys() & fields.keys():
+            raise ValueError(f"optimizer_options sets {option}; set engine.{fields[option]} instead")
         if self.sequence_parallel_size > 1 and not self.packing:
             raise ValueError(
                 f"sequence_parallel_size={self.sequence_parallel_size} needs packing=true: padded rows are not split"
@@ -132,6 +145,17 @@ class Fsdp2Config(ShardedConfig):
         if not isinstance(number, bool) and number < 1:
             raise ValueError(f"reshard_after_forward={number} must be true, false or a number of ranks above 0")
         return self
+
+    def validate_world(self, world_size: int) -> None:
+        """Check that groups of ranks come out even, those to reshard to among them; see the base class."""
+        super().validate_world(world_size)
+        number, sharing = self.reshard_after_forward, self.shard_ranks or world_size
+        if not isinstance(number, bool) and sharing % number:
+            allowed = ", ".join(str(count) for count in range(1, sharing + 1) if sharing % count == 0)
+            raise ConfigError(
+                f"engine.reshard_after_forward={number} does not divide the {sharing} ranks that share a copy of the "
+                f"weights; use true, false or one of {allowed}"
+            )
 
 
 class FsdpConfig(ShardedConfig):

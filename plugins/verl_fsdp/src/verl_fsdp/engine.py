@@ -12,19 +12,28 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from verl_engine.contract.errors import UnsupportedError
 from verl_engine.engine.device import Device
+from verl_engine.engine.loss_scaler import LossScaler
 from verl_engine.engine.module_engine import ModuleEngine
+from verl_engine.engine.module_weights import Exported, full_weights
 from verl_fsdp.forward import forward
+from verl_fsdp.head import make_head
+from verl_fsdp.lora import adapters_disabled, low_rank_exports, save_adapter
 from verl_fsdp.mesh import build_meshes
 from verl_fsdp.model import load_model
+from verl_fsdp.optimizer import build_optimizer
+from verl_fsdp.packable import check_packable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
     from contextlib import AbstractContextManager
     from pathlib import Path
 
     from transformers import PreTrainedModel
 
     from verl_engine.batch.packed import PackedBatch
+    from verl_engine.engine.base import WeightShard
     from verl_engine.engine.token_output import TokenOutput
     from verl_fsdp.config import ShardedConfig
 
@@ -38,14 +47,28 @@ class ShardedEngine(ModuleEngine):
         """Load the model, shard it, build the optimizer. Collectives: those of device meshes, a broadcast a weight."""
         device = Device.resolve(config.device, int(os.environ.get("LOCAL_RANK", dist.get_rank())))
         self.meshes = build_meshes(config, device.kind)
-        self.model = self.shard(load_model(config, model_folder), config, device)
-        super().__init__(config, device, self.model, self.meshes.data_parallel)
+        model = load_model(config, model_folder)
+        check_packable(model, config)
+        self.head = make_head(model, config)
+        num_dims = {name: parameter.ndim for name, parameter in model.named_parameters()}
+        self.model = self.shard(model, config, device)
+        optimizer = None if config.forward_only else build_optimizer(self.shards(), config, device, num_dims)
+        super().__init__(config, device, self.model, self.meshes.data_parallel, optimizer)
+        self.loss_scaler = LossScaler() if config.param_dtype == "float16" and not config.forward_only else None
         # The ranks that split a sequence have its gradient in parts, so theirs is averaged over them too.
         self.gradient_divisor = dist.get_world_size()
 
     @abstractmethod
     def shard(self, model: PreTrainedModel, config: ShardedConfig, device: Device) -> torch.nn.Module:
         """Shard the model over ``self.meshes.weights``, and return what is to be called in its place."""
+
+    def shards(self) -> dict[str, torch.nn.Parameter]:
+        """Return this rank's part of each parameter, by the name that it had before it was sharded."""
+        return dict(self.model.named_parameters())
+
+    def place(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Leave it where sharding put it: shards may have to stay on the CPU."""
+        return module
 
     @abstractmethod
     def reshard(self) -> None:
@@ -55,9 +78,51 @@ class ShardedEngine(ModuleEngine):
     def gradient_sync(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
         """See ``engine_gradient_sync``."""
 
+    def exported(self) -> dict[str, Exported]:
+        """Say what each exported weight is made of; adapters are merged in, and names are those of a plain model."""
+        exported = super().exported()
+        return low_rank_exports(exported, self.config.lora) if self.config.lora is not None else exported
+
+    def load_full_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take whole weights; see the base class."""
+        self.reshard()  # or what is gathered would go on being used
+        super().load_full_weights(weights)
+
+    def load_weight_shards(self, shards: Iterable[WeightShard]) -> None:
+        """Take this rank's parts; see the base class."""
+        self.reshard()
+        super().load_weight_shards(shards)
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """Run as the model that the folder holds; see the base class.
+
+        Raises:
+            UnsupportedError: the engine has no adapter.
+        """
+        self._require_lora()
+        return adapters_disabled(self.model)
+
+    def save_adapter(self, folder: Path) -> None:
+        """Write what is trained, the adapter and maybe a value head, as a peft folder; see the base class.
+
+        Raises:
+            UnsupportedError: the engine has no adapter.
+        """
+        self._require_lora()
+        save_adapter(self.model, self.full_trained(), folder)
+
+    def full_trained(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield whole weights of what is trained, by the module's own names. Collectives: an all-gather a weight."""
+        trained = {name: Exported(entry) for name, entry in self.parameters.items() if entry.requires_grad}
+        return full_weights(trained, list(trained))
+
+    def _require_lora(self) -> None:
+        if self.config.lora is None:
+            raise UnsupportedError("engine.lora is not set: this engine has no adapter")
+
     def forward(self, batch: PackedBatch, temperature: float) -> TokenOutput:
         """Run the model on a micro-batch, packed or padded as configured; see the base class."""
-        output = forward(self.model, self.config, batch, temperature, self.meshes.sequence)
+        output = forward(self.model, self.head, self.config, batch, temperature, self.meshes.sequence)
         if not torch.is_grad_enabled():
             self.reshard()  # without a backward nothing else would free the root's gathered parameters
         return output

@@ -1,44 +1,129 @@
-"""The gradient's norm over all ranks, and clipping by it."""
+"""The gradient's norm over all ranks, and clipping by it, whatever meshes the parameters are on."""
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-def grad_norm(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup | None) -> torch.Tensor:
+def grad_norm(
+    parameters: Iterable[torch.nn.Parameter],
+    group: dist.ProcessGroup | None,
+    *,
+    plain_copies: int = 1,
+    device: torch.device | None = None,
+) -> torch.Tensor:
     """Compute the L2 norm of the whole gradient.
 
+    Each rank adds up the squares of what it has, divided by how many ranks have the same; the sum over all ranks then
+    counts every entry once, on any mix of meshes, in a single all-reduce. So all ranks agree on the result to the last
+    bit, and one entry that is not finite anywhere shows on all of them.
+
     Args:
-        parameters: sharded over `group` on one dim each; those without gradient count as zero.
-        group: the data-parallel ranks.
+        parameters: DTensors on any mesh within `group`, sharded or replicated along any of its dims, and plain tensors;
+            those without gradient count as zero.
+        group: every rank that has a part of the gradient; None for all.
+        plain_copies: how many ranks of `group` have the same of each tensor that is no DTensor: 1 where they are
+            shards, all of them where they are replicated.
+        device: where the result is, and the all-reduce happens; by default where the gradients are.
     Returns:
         Scalar float32; the same on every rank, not finite if any gradient on any rank is not.
     Collectives: one all-reduce over `group`, also where this rank holds no gradient.
     """
-    shards = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    filled = [shard for shard in shards if shard.numel()]
-    norms = torch._foreach_norm(filled) if filled else ()  # noqa: SLF001 - torch has no public name
-    device = shards[0].device if shards else torch.device("cpu")
-    squares = torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
-    if dist.get_world_size(group) > 1:
+    size = dist.get_world_size(group)
+    by_copies: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for gradient in _gradients(parameters):
+        local = _local(gradient)
+        if local.numel():
+            by_copies[_copies(gradient, size, plain_copies)].append(local)
+    if device is None:
+        device = next((shards[0].device for shards in by_copies.values()), torch.device("cpu"))
+    squares = torch.zeros((), device=device)
+    for copies, shards in by_copies.items():
+        # The norm of a 16-bit tensor would be rounded to 16 bits.
+        norms = torch._foreach_norm(shards, 2, torch.float32)  # noqa: SLF001 - torch has no public name
+        squares += torch.stack([norm.to(device) for norm in norms]).square().sum() / copies
+    if size > 1:
         dist.all_reduce(squares, group=group)
     return squares.sqrt()
 
 
-def clip_gradients(parameters: Iterable[torch.nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
-    """Scale all gradients down so that their norm, given, is at most `max_norm`; as torch's ``clip_grad_norm_``."""
-    shards = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    if shards:
-        torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+def clip_gradients(
+    parameters: Iterable[torch.nn.Parameter], norm: torch.Tensor, max_norm: float, scale: float = 1.0
+) -> torch.Tensor:
+    """Scale all gradients down so that their norm is at most `max_norm`; as torch's ``clip_grad_norm_``.
+
+    Leaves them untouched where the norm is not finite: clipping by it would write NaN into every one of them.
+
+    Args:
+        parameters: as `grad_norm` took them.
+        norm: what it returned.
+        max_norm: of the gradient without `scale`.
+        scale: factor on all gradients, of a loss scale; divided out in the same pass.
+    Returns:
+        The norm of the gradient without `scale`, before clipping.
+    Collectives: none.
+    """
+    unscaled = norm / scale
+    value = float(unscaled)
+    if math.isfinite(value):
+        factor = min(max_norm / (value + 1e-6), 1.0) / scale
+        shards = [_local(gradient) for gradient in _gradients(parameters)]
+        if shards and factor != 1.0:
+            torch._foreach_mul_(shards, factor)
+    return unscaled
+
+
+def sum_replicated_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Add up the gradients of parameters that every rank of a group holds whole, and uses on a part of the model.
+
+    Under tensor parallelism the norms of queries and keys are such: each rank applies them to its own heads, so its
+    gradient is that of those heads only. Left alone the copies drift apart, and no error says so.
+
+    Args:
+        parameters: the same on every rank of the group, in the same order, all with a gradient.
+        group: the ranks along the mesh axis that they are replicated over.
+    Collectives: one all-reduce over `group` for each dtype.
+    """
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+    for gradient in _gradients(parameters):
+        local = _local(gradient)
+        by_dtype[local.dtype].append(local)
+    for gradients in by_dtype.values():
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat, group=group)
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def _gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard."""
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    """Return this rank's part of it, live."""
+    if not isinstance(gradient, DTensor):
+        return gradient
+    assert not any(isinstance(placement, Partial) for placement in gradient.placements), gradient.placements
+    return gradient.to_local()
+
+
+def _copies(gradient: torch.Tensor, size: int, plain_copies: int) -> int:
+    """Say how many of `size` ranks hold the same as this one."""
+    if not isinstance(gradient, DTensor):
+        return plain_copies
+    sharded = math.prod(
+        gradient.device_mesh.size(dim)
+        for dim, placement in enumerate(gradient.placements)
+        if not isinstance(placement, Replicate)
+    )
+    return size // sharded

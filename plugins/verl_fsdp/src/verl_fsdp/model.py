@@ -1,38 +1,163 @@
-"""From a model folder to a model in memory."""
+"""From a model folder to a model: rank 0's in memory, the others' without weights."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+import logging
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import transformers
+import torch.distributed as dist
 
 from verl_engine.contract.errors import ModelError
 from verl_fsdp.attention import PACKED_ATTENTION
+from verl_fsdp.lora import inject_adapters
+from verl_fsdp.value_head import auto_class, load_arguments, what_it_is
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from verl_fsdp.config import ShardedConfig
 
+_LOG = logging.getLogger(__name__)
+_NUM_NAMED = 10
+
 
 def load_model(config: ShardedConfig, model_folder: Path) -> PreTrainedModel:
-    """Load the model on the CPU.
+    """Load the model on the CPU of rank 0, and build the same one without weights on the others.
+
+    Only rank 0 reads the folder, so the memory of a machine does not grow with its ranks. The others' parameters and
+    buffers are on the meta device; `verl_fsdp.materialize` fills them. Weights are float32, or ``param_dtype`` where
+    there is nothing to train. What the folder lacks is drawn by ``seed``. The process's own random numbers are left
+    alone.
 
     Raises:
-        ModelError: the folder does not hold such a model; the cause is chained.
+        ModelError: the folder does not hold such a model; the cause is chained on rank 0, and every rank raises it.
+    Collectives: a broadcast from rank 0, and one all-gather, of small objects.
     """
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if num_ranks == 1:
+        return _read(config, model_folder)
+    model: PreTrainedModel | None = None
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            model = _read(config, model_folder)
+        except ModelError as error:
+            failure = error
+    plan: list[Any] = [None if model is None else (type(model), model.config), str(failure or "")]
+    dist.broadcast_object_list(plan, src=0)
+    if plan[0] is None:
+        raise failure or ModelError(plan[1])
+    if model is None:
+        try:
+            model = _skeleton(config, *plan[0])
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for this one
+            failure = error
+    failures = [""] * num_ranks
+    dist.all_gather_object(failures, "" if failure is None else f"{type(failure).__name__}: {failure}")
+    for rank, text in enumerate(failures):
+        if text:
+            raise ModelError(
+                f"model folder {model_folder}: rank {rank} cannot build a {plan[0][0].__name__} without weights: {text}"
+            ) from failure
+    assert model is not None
+    return model
+
+
+def _read(config: ShardedConfig, model_folder: Path) -> PreTrainedModel:
+    """Load the whole model."""
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            model_folder,
-            dtype=torch.float32,
-            attn_implementation=PACKED_ATTENTION if config.packing else "sdpa",
-            local_files_only=True,
-        )
-    except (OSError, ValueError, KeyError) as error:
+        with _seeded(config.seed):
+            model, info = auto_class(config).from_pretrained(
+                model_folder,
+                **load_arguments(config, model_folder),
+                dtype=_stored_dtype(config),
+                attn_implementation=_attention(config),
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+            _finish(model, config)
+    except ModelError:
+        raise
+    except Exception as error:  # transformers, safetensors and a model's own code raise all kinds
         raise ModelError(
-            f"model folder {model_folder} does not hold a causal LM that transformers can load: {error}"
+            f"model folder {model_folder} does not hold a {what_it_is(config)} that transformers can load: {error}"
         ) from error
+    _report(model, model_folder, info)
     return cast("PreTrainedModel", model)
+
+
+def _skeleton(config: ShardedConfig, model_class: type[Any], model_config: PreTrainedConfig) -> PreTrainedModel:
+    """Build the same model without reading or allocating weights."""
+    with _seeded(config.seed), torch.device("meta"):
+        model = model_class._from_config(  # noqa: SLF001 - what from_config calls once it knows the class
+            model_config, dtype=_stored_dtype(config), attn_implementation=_attention(config)
+        )
+        _finish(model, config)
+    return cast("PreTrainedModel", model)
+
+
+def _finish(model: PreTrainedModel, config: ShardedConfig) -> None:
+    """Do what every rank does to its model, with or without weights, in the same order."""
+    if config.activation_checkpointing:
+        if not model.supports_gradient_checkpointing:
+            raise ModelError(
+                f"engine.activation_checkpointing=true: {type(model).__name__} does not support it; set it to false"
+            )
+        # In train mode only, says transformers' own layer. Reentrant checkpoints would lose gradients of frozen inputs.
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if config.lora is not None:
+        inject_adapters(model, config.lora, config.seed)
+
+
+def _report(model: torch.nn.Module, model_folder: Path, info: dict[str, Any]) -> None:
+    """Say what of the folder and the model did not meet.
+
+    Raises:
+        ModelError: a weight has another shape, or the folder holds not a single one of the model's.
+    """
+    mismatched = sorted(str(entry) for entry in info.get("mismatched_keys", ()))
+    missing = sorted(info.get("missing_keys", ()))
+    unexpected = sorted(info.get("unexpected_keys", ()))
+    if mismatched:
+        raise ModelError(f"model folder {model_folder}: weights do not fit its config.json: {_some(mismatched)}")
+    if unexpected and len(missing) >= len(list(model.parameters())):
+        raise ModelError(
+            f"model folder {model_folder}: it holds no weight of {type(model).__name__}, but {_some(unexpected)}"
+        )
+    if missing:
+        _LOG.warning("model folder %s lacks %s: drawn anew, by engine.seed", model_folder, _some(missing))
+    if unexpected:
+        _LOG.warning(
+            "model folder %s holds weights that %s does not have: %s",
+            model_folder,
+            type(model).__name__,
+            _some(unexpected),
+        )
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _NUM_NAMED
+    return ", ".join(names[:_NUM_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _stored_dtype(config: ShardedConfig) -> torch.dtype:
+    """Return what weights are kept in: master weights are float32, a reference policy needs none."""
+    return cast("torch.dtype", getattr(torch, config.param_dtype if config.forward_only else "float32"))
+
+
+def _attention(config: ShardedConfig) -> str:
+    return PACKED_ATTENTION if config.packing else "sdpa"
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Draw by a seed inside, and leave the process's random numbers as they were."""
+    with torch.random.fork_rng(devices=[]):  # models are built on the CPU
+        torch.manual_seed(seed)
+        yield

@@ -16,15 +16,36 @@ from verl_engine.testing.conformance.reference import (
     make_sequences,
     reference_gradient,
     relative_error,
+    weighted_loss,
 )
 
 if TYPE_CHECKING:
+    from verl_engine.batch.packed import PackedBatch
+    from verl_engine.engine.base import TokenOutput
     from verl_engine.testing.conformance.bench import Bench
     from verl_engine.testing.conformance.driver import Split
+    from verl_engine.testing.conformance.gradient_probe import GradientProbe
 
 NUM_SEQUENCES: Final = 12
 NUM_SPLITS: Final = 8
 TOLERANCE: Final = 1e-5
+FP16_TOLERANCE: Final = 0.02
+SMALL: Final = 2.0**-20
+"""Factor on a loss whose gradients float16 rounds to zero."""
+MAX_OVERFLOWS: Final = 40
+"""By so many powers of two a loss scale may begin too high."""
+
+
+class ScaledLoss:
+    """The kit's loss times a factor."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+
+    def __call__(self, output: TokenOutput, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Compute it."""
+        loss, metrics = weighted_loss(output, batch)
+        return loss * self._factor, metrics
 
 
 def draw_split(seed: int, num_shares: int, *, one_each: bool = False) -> Split:
@@ -140,6 +161,42 @@ def bf16(bench: Bench) -> None:
     _require_small_steps(bench, settings, whole)
 
 
+def fp16(bench: Bench) -> None:
+    """In float16 gradients are float32's to three digits, those too small for float16's range too."""
+    sequences = make_sequences(NUM_SEQUENCES)
+    expected = reference_gradient(bench.model(), sequences)
+    num_micro_batches = NUM_SEQUENCES if "packed_batches" in bench.gaps else 3
+    for factor, kind in ((1.0, "plain"), (SMALL, "small")):
+        probe = bench.probe(**bench.setting_of("fp16"))  # a loss scale of its own
+        found, _ = without_overflow(bench, probe, probe.driver.share(sequences, num_micro_batches), factor)
+        right = {name: gradient * factor for name, gradient in expected.items()}
+        distance = relative_error(found, right)
+        bench.require_everywhere(
+            TOLERANCE < distance < FP16_TOLERANCE,
+            f"the gradient of a {kind} loss is {distance:.3g} from float32's; float16 gives something between "
+            f"{TOLERANCE} and {FP16_TOLERANCE}, with a loss scale",
+        )
+
+
+def without_overflow(
+    bench: Bench, probe: GradientProbe, micro_batches: list[list[Sequence]], factor: float
+) -> tuple[dict[str, torch.Tensor], int]:
+    """Return the gradient of the kit's loss times a factor, and how many steps were skipped first for overflows."""
+    for skipped in range(MAX_OVERFLOWS):
+        found = probe.gradient(micro_batches, ScaledLoss(factor))
+        assert probe.report is not None
+        if probe.report.optimizer.applied:
+            return found, skipped
+        has_changed = any(bool(gradient.any()) for gradient in found.values())
+        bench.require_everywhere(
+            not has_changed and probe.report.optimizer.overflow,
+            "a step that overflowed changed weights, or did not say that it was an overflow",
+        )
+    raise AssertionError(
+        f"{MAX_OVERFLOWS} steps in a row overflowed with a loss times {factor:g}: the loss scale is never lowered"
+    )
+
+
 def _equal_groups(num_groups: int) -> list[list[Sequence]]:
     """Draw groups of equally many loss tokens."""
     random = np.random.default_rng(5)
@@ -184,4 +241,5 @@ CHECKS = (
     Check("accumulation/temperature", (all_ranks(temperature),)),
     Check("accumulation/report", (all_ranks(report),)),
     Check("accumulation/bf16", (all_ranks(bf16),), ("bf16",)),
+    Check("accumulation/fp16", (all_ranks(fp16),), ("fp16",)),
 )

@@ -37,8 +37,8 @@ class Bench:
         """Return a tiny model's folder, written when it is first asked for.
 
         Args:
-            kind: ``plain``, ``other`` (the same with other weights), ``tied``, ``dropout``, ``buffered`` or
-                ``absolute`` (with learnt absolute positions).
+            kind: ``plain``, ``other`` (the same with other weights), ``tied``, ``dropout``, ``buffered``,
+                ``absolute`` (with learnt absolute positions) or ``critic`` (it ends in a value).
         """
         from verl_engine.testing.conformance.models import write_model  # imports transformers
 
@@ -101,5 +101,9 @@ class Bench:
         return {name: value}
 
 
-FEATURE_FIELDS = {"bf16": ("param_dtype", "bfloat16"), "every_micro_batch_sync": ("gradient_sync", "every_micro_batch")}
+FEATURE_FIELDS = {
+    "bf16": ("param_dtype", "bfloat16"),
+    "fp16": ("param_dtype", "float16"),
+    "every_micro_batch_sync": ("gradient_sync", "every_micro_batch"),
+}
 """Which field of a config turns a feature on, and its value; the same in every backend that has it."""

@@ -33,8 +33,6 @@ def wrong_fields(subject: Subject) -> None:
     config = validate(config_class, subject.section(), at="engine")
     for wrong, path in WRONG:
         _require_refusal(config_class, subject.section(**wrong), path)
-    without_rate = {key: value for key, value in subject.section().items() if key != "learning_rate"}
-    _require_refusal(config_class, without_rate, "engine.learning_rate")
     try:
         config.learning_rate = 1.0  # type: ignore[misc] # that it fails is what is checked
     except ValidationError:

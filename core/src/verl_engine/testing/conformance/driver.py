@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from verl_engine.batch.packed import PackedBatch
 from verl_engine.contract.validation import validate
 from verl_engine.engine.snapshots import Snapshots
 from verl_engine.engine.worker import EngineWorker
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from verl_engine.batch.sequence import Sequence
-    from verl_engine.engine.base import Engine, LossFn
+    from verl_engine.engine.base import Engine, LossFn, TokenOutput
     from verl_engine.engine.train_step import StepReport
 
 Split = list[list[list[int]]]
@@ -48,7 +49,8 @@ class Driver:
 
     def snapshots(self) -> Snapshots:
         """Return the engine's snapshots, none taken yet."""
-        return Snapshots(self.host, self.engine)
+        config = self.config
+        return Snapshots(self.host, self.engine, config.snapshot_memory, config.snapshot_limit_bytes)
 
     def step(
         self, micro_batches: list[list[Sequence]], loss_fn: LossFn = weighted_loss, temperature: float = 1.0
@@ -64,6 +66,13 @@ class Driver:
         """Return each sequence's log-probs, in eval mode and without gradient, from a single micro-batch."""
         (parts,) = self._worker.infer_batch([sequences], temperature)
         return [torch.from_numpy(part) for part in parts]
+
+    def output(self, sequence: Sequence, temperature: float = 1.0) -> TokenOutput:
+        """Return all that the engine says of one sequence, in eval mode and without gradient."""
+        self.engine.set_training(False)
+        batch = PackedBatch.from_sequences([sequence], self.engine.device.torch_device)
+        with torch.no_grad():
+            return self.engine.forward(batch, temperature)
 
     def share(self, sequences: list[Sequence], num_micro_batches: int = 2) -> list[list[Sequence]]:
         """Return this rank's micro-batches of a global batch, dealt out in turn."""

@@ -1,19 +1,31 @@
-"""Log-probs: what a micro-batch says of each sequence is what the sequence alone says."""
+"""Log-probs and entropy: what a micro-batch says of each sequence is what the sequence alone says."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
 
 from verl_engine.testing.conformance.check import Check, all_ranks
-from verl_engine.testing.conformance.reference import furthest, load_reference, make_sequences, masked_log_probs
+from verl_engine.testing.conformance.reference import (
+    furthest,
+    load_reference,
+    make_sequences,
+    masked_log_probs,
+    relative_error,
+    sequence_log_probs,
+)
 
 if TYPE_CHECKING:
-    import torch
-
+    from verl_engine.batch.packed import PackedBatch
     from verl_engine.batch.sequence import Sequence
+    from verl_engine.engine.base import TokenOutput
     from verl_engine.testing.conformance.bench import Bench
 
 TOLERANCE_NATS: Final = 1e-5
+TOLERANCE: Final = 1e-5
+BONUS: Final = 2.0
+"""On entropy, in the loss below; the gradient of entropy is small where all tokens are about as likely."""
 
 
 def together(bench: Bench) -> None:
@@ -44,6 +56,62 @@ def without_loss(bench: Bench) -> None:
     bench.require_everywhere(driver.infer([]) == [], "an empty micro-batch gave log-probs")
 
 
+def entropy_value(bench: Bench) -> None:
+    """With ``entropy: value`` each token has the entropy of the distribution it was drawn from, at its temperature."""
+    driver = bench.driver(entropy="value")
+    model = load_reference(bench.model())
+    for at in (1.0, 0.5):
+        for sequence in make_sequences(4):
+            found = driver.output(sequence, at)
+            with torch.no_grad():
+                entropy = torch.where(torch.from_numpy(sequence.loss_mask), sequence_entropy(model, sequence, at), 0.0)
+            expected = {"entropies": entropy, "log-probs": masked_log_probs(model, sequence, at)}
+            name, worst = furthest({"entropies": found.entropy.cpu(), "log-probs": found.log_probs.cpu()}, expected)
+            bench.require_everywhere(
+                worst <= TOLERANCE_NATS,
+                f"{name} at temperature {at} are off by {worst:.3g} nats against the plain model",
+            )
+
+
+def entropy_gradient(bench: Bench) -> None:
+    """With ``entropy: gradient`` a bonus on entropy has its gradient; with ``entropy: value`` it has none."""
+    sequences = make_sequences(8)
+    for setting, bonus in (("gradient", BONUS), ("value", 0.0)):
+        probe = bench.probe(entropy=setting)
+        found = probe.gradient(probe.driver.share(sequences, len(sequences)), entropy_bonus, 0.5)
+        distance = relative_error(found, _bonus_gradient(load_reference(bench.model()).double(), sequences, 0.5, bonus))
+        bench.require_everywhere(
+            distance <= TOLERANCE,
+            f"with entropy={setting} the gradient of a loss with a bonus on entropy is off by {distance:.3g}",
+        )
+
+
+def entropy_bonus(output: TokenOutput, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum of -weight * (log-prob + bonus * entropy) over the loss tokens."""
+    mask = batch.loss_mask
+    weight = batch.fields["weight"][mask] if batch.fields else 0.0
+    return -((output.log_probs + BONUS * output.entropy)[mask] * weight).sum(), {}
+
+
+def _bonus_gradient(model: Any, sequences: list[Sequence], temperature: float, bonus: float) -> dict[str, torch.Tensor]:
+    """Return the gradient of `entropy_bonus` over a global batch, by the plain model."""
+    num_tokens = sum(sequence.num_loss_tokens for sequence in sequences)
+    for sequence in sequences:
+        mask = torch.from_numpy(sequence.loss_mask)
+        figures = sequence_log_probs(model, sequence, temperature)
+        if bonus:
+            figures = figures + bonus * sequence_entropy(model, sequence, temperature)
+        (-(figures[mask] * torch.from_numpy(sequence.fields["weight"])[mask]).sum() / num_tokens).backward()
+    return {name: parameter.grad.float() for name, parameter in model.named_parameters()}
+
+
+def sequence_entropy(model: Any, sequence: Sequence, temperature: float) -> torch.Tensor:
+    """Return [L]: entropy of the distribution of each token given those before it; 0 for the first."""
+    ids = torch.from_numpy(sequence.token_ids)
+    logp_LV = (model(input_ids=ids[None], use_cache=False).logits[0] / temperature).log_softmax(-1)
+    return torch.cat([logp_LV.new_zeros(1), -(logp_LV.exp() * logp_LV).sum(-1)[:-1]])
+
+
 def _compare(
     bench: Bench, sequences: list[Sequence], found: list[torch.Tensor], at: float, kind: str = "plain"
 ) -> None:
@@ -60,4 +128,6 @@ CHECKS = (
     Check("log_probs/positions", (all_ranks(positions),), ("packed_batches",)),
     Check("log_probs/temperature", (all_ranks(temperature),)),
     Check("log_probs/without_loss", (all_ranks(without_loss),)),
+    Check("log_probs/entropy_value", (all_ranks(entropy_value),), ("entropy",)),
+    Check("log_probs/entropy_gradient", (all_ranks(entropy_gradient),), ("entropy",)),
 )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from verl_engine.contract.errors import TrainingDivergedError
 from verl_engine.engine.lr_schedule import lr_multiplier
+from verl_engine.testing.conformance.accumulation import FP16_TOLERANCE, ScaledLoss, without_overflow
 from verl_engine.testing.conformance.check import Check, all_ranks
 from verl_engine.testing.conformance.driver import differences, same
 from verl_engine.testing.conformance.reference import (
@@ -15,14 +16,9 @@ from verl_engine.testing.conformance.reference import (
     make_sequences,
     reference_gradient,
     relative_error,
-    weighted_loss,
 )
 
 if TYPE_CHECKING:
-    import torch
-
-    from verl_engine.batch.packed import PackedBatch
-    from verl_engine.engine.base import TokenOutput
     from verl_engine.testing.conformance.bench import Bench
 
 SETTINGS: Final[dict[str, Any]] = {
@@ -34,6 +30,8 @@ SETTINGS: Final[dict[str, Any]] = {
     "max_grad_norm": 0.05,
 }
 MAX_NORM: Final = 0.05
+LARGE: Final = 2.0**12
+"""Factor on a loss whose gradients overflow float16 at any usual loss scale to begin with."""
 
 
 def clipping(bench: Bench) -> None:
@@ -78,7 +76,7 @@ def adamw(bench: Bench) -> None:
 def schedules(bench: Bench) -> None:
     """Each learning-rate schedule gives the rates that the core defines."""
     sequences = make_sequences(4)
-    for schedule in ("constant", "linear", "cosine"):
+    for schedule in ("constant", "linear", "cosine", "wsd"):
         driver = bench.driver(lr_schedule=schedule, warmup_steps=2, total_steps=4, min_lr_ratio=0.1, learning_rate=1e-3)
         rates = [driver.train(sequences).optimizer.learning_rate for _ in range(6)]
         right = [1e-3 * lr_multiplier(driver.config, step) for step in range(6)]
@@ -93,7 +91,7 @@ def not_finite(bench: Bench) -> None:
         for driver in (skipping, plain):
             driver.train(batches[0])
         before = skipping.weights()
-        report = skipping.step(skipping.share(batches[1]), _Poison(value if bench.rank == poisoned else 1.0))
+        report = skipping.step(skipping.share(batches[1]), ScaledLoss(value if bench.rank == poisoned else 1.0))
         bench.require_everywhere(
             not report.optimizer.applied, f"a gradient of {value} on rank {poisoned} was not skipped by all ranks"
         )
@@ -128,25 +126,31 @@ def giving_up(bench: Bench) -> None:
     """After max_skipped_steps skips in a row every rank stops with the reason."""
     driver = bench.driver(max_skipped_steps=2)
     micro_batches = driver.share(make_sequences(8))
-    first = driver.step(micro_batches, _Poison(math.nan))
+    first = driver.step(micro_batches, ScaledLoss(math.nan))
     bench.require_everywhere(not first.optimizer.applied, "a gradient that is not finite was not skipped")
     has_stopped = False
     try:
-        driver.step(micro_batches, _Poison(math.nan))
+        driver.step(micro_batches, ScaledLoss(math.nan))
     except TrainingDivergedError:
         has_stopped = True
     bench.require_everywhere(has_stopped, "two skipped steps in a row raised no TrainingDivergedError")
 
 
-class _Poison:
-    """A loss times a factor."""
-
-    def __init__(self, factor: float) -> None:
-        self._factor = factor
-
-    def __call__(self, output: TokenOutput, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        loss, metrics = weighted_loss(output, batch)
-        return loss * self._factor, metrics
+def fp16_overflow(bench: Bench) -> None:
+    """A gradient that overflows float16 is skipped by all ranks until the loss scale fits it, and then is right."""
+    sequences = make_sequences(8)
+    # None of these skips counts: each says that the next step may do.
+    probe = bench.probe(**bench.setting_of("fp16"), max_skipped_steps=1)
+    right = {name: gradient * LARGE for name, gradient in reference_gradient(bench.model(), sequences).items()}
+    num_micro_batches = len(sequences) if "packed_batches" in bench.gaps else 2
+    found, skipped = without_overflow(bench, probe, probe.driver.share(sequences, num_micro_batches), LARGE)
+    bench.require_everywhere(
+        skipped > 0, f"a loss times {LARGE:g} overflowed nothing: is there a loss scale, and is it float16?"
+    )
+    distance = relative_error(found, right)
+    bench.require_everywhere(
+        distance < FP16_TOLERANCE, f"after {skipped} overflows the gradient is {distance:.3g} from float32's"
+    )
 
 
 def _close(found: list[float], expected: list[float], tolerance: float = 1e-6) -> bool:
@@ -158,6 +162,7 @@ CHECKS = (
     Check("optimizer/adamw", (all_ranks(adamw),)),
     Check("optimizer/schedules", (all_ranks(schedules),)),
     Check("optimizer/not_finite", (all_ranks(not_finite),)),
+    Check("optimizer/fp16_overflow", (all_ranks(fp16_overflow),), ("fp16",)),
     Check("optimizer/giving_up", (all_ranks(giving_up),)),
     Check("optimizer/zeroed", (all_ranks(zeroed),)),
 )

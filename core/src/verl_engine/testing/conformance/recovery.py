@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from torch.autograd.graph import saved_tensors_hooks
+
 from verl_engine.testing.conformance.check import Check, all_ranks
 from verl_engine.testing.conformance.reference import make_sequences, relative_error, weighted_loss
 
@@ -51,6 +53,53 @@ def last_micro_batch(bench: Bench) -> None:
     _fail_at(bench, NUM_MICRO_BATCHES - 1)
 
 
+def backward(bench: Bench) -> None:
+    """An exception in the middle of a backward leaves nothing behind."""
+    # Every rank has sequences of the same lengths, so that all fail at the same place and none waits for the others.
+    probe = bench.probe()
+    sequences = [sequence for sequence in make_sequences(6) for _ in range(probe.driver.num_shares)]
+    micro_batches = probe.driver.share(sequences, NUM_MICRO_BATCHES)
+    expected = probe.gradient(micro_batches)
+    counter = _FailingBackward(fail_at=None)
+    with counter.watching():
+        probe.gradient(micro_batches)
+    assert counter.count, "autograd saved nothing for the backward"
+    for share in (0.25, 0.5, 0.9):
+        has_raised = False
+        try:
+            with _FailingBackward(fail_at=int(counter.count * share)).watching():
+                probe.driver.step(micro_batches)
+        except BackwardFailedError:
+            has_raised = True
+        bench.require_everywhere(has_raised, "an exception in the backward did not come out of the step")
+        error = relative_error(probe.gradient(micro_batches), expected)
+        bench.require_everywhere(
+            error <= TOLERANCE, f"after an exception in a backward, the next gradient is off by {error:.3g}"
+        )
+
+
+class BackwardFailedError(RuntimeError):
+    """Stands for whatever may go wrong in a backward, such as too little memory."""
+
+
+class _FailingBackward:
+    """Raises at one of the tensors that autograd saved in the forward, when the backward asks for it."""
+
+    def __init__(self, fail_at: int | None) -> None:
+        self.count = 0
+        self._fail_at = fail_at
+
+    def watching(self) -> saved_tensors_hooks:
+        """Return a context to make a step in."""
+        return saved_tensors_hooks(lambda tensor: tensor, self._unpack)
+
+    def _unpack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.count == self._fail_at:
+            raise BackwardFailedError
+        self.count += 1
+        return tensor
+
+
 def _fail_at(bench: Bench, fail_at: int) -> None:
     sequences = make_sequences(12)
     probe = bench.probe()
@@ -79,4 +128,5 @@ CHECKS = (
     Check("recovery/first_micro_batch", (all_ranks(first_micro_batch),)),
     Check("recovery/middle_micro_batch", (all_ranks(middle_micro_batch),)),
     Check("recovery/last_micro_batch", (all_ranks(last_micro_batch),)),
+    Check("recovery/backward", (all_ranks(backward),)),
 )

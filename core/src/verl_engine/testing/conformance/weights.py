@@ -1,20 +1,24 @@
-"""Whole weights out of the engine and into it, under Hugging Face names."""
+"""Weights out of the engine and into it, whole or in parts, under Hugging Face names."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from verl_engine.contract.errors import WeightsError
+from verl_engine.engine.weight_shards import assemble_weights
 from verl_engine.testing.conformance.check import Check, all_ranks
-from verl_engine.testing.conformance.driver import differences
+from verl_engine.testing.conformance.driver import differences, same
 from verl_engine.testing.conformance.reference import load_reference, make_sequences
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
+    from verl_engine.engine.base import WeightShard
     from verl_engine.testing.conformance.bench import Bench
 
 
@@ -30,7 +34,7 @@ def tied(bench: Bench) -> None:
 
 def _export(bench: Bench, kind: str) -> None:
     driver = bench.driver(kind)
-    expected = _weights_of(bench.model(kind))
+    expected = weights_of(bench.model(kind))
     specs = driver.engine.weight_specs()
     names = [spec.name for spec in specs]
     bench.require_everywhere(len(names) == len(set(names)), f"weight_specs lists a name twice: {names}")
@@ -74,8 +78,8 @@ def import_refusals(bench: Bench) -> None:
     weights = driver.weights()
     name, tensor = next(iter(weights.items()))
     wrong: dict[str, list[tuple[str, torch.Tensor]]] = {
-        "an unknown name": [("no.such.weight", tensor)],
-        "a wrong shape": [(name, tensor[1:])],
+        "an unknown name": [("no.such.weight", tensor), *weights.items()],
+        "a wrong shape": [(name, tensor[1:]), *list(weights.items())[1:]],
         "a missing weight": list(weights.items())[1:],
         "a weight that comes twice": [*weights.items(), (name, tensor)],
     }
@@ -99,7 +103,7 @@ def saved_folder(bench: Bench) -> None:
         for _ in range(2):  # the second time over the first
             driver.engine.save_pretrained(folder)
         found = driver.weights()
-        saved = {name: tensor.to(found[name].dtype) for name, tensor in _weights_of(folder).items() if name in found}
+        saved = {name: tensor.to(found[name].dtype) for name, tensor in weights_of(folder).items() if name in found}
         wrong = differences(saved, found)
         bench.require_everywhere(wrong == "none", f"saved and exported weights ({kind} model): {wrong}")
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -112,7 +116,78 @@ def saved_folder(bench: Bench) -> None:
         bench.require_everywhere(not misread, f"transformers reads other values for {', '.join(misread[:5])}")
 
 
-def _weights_of(folder: Path) -> dict[str, Any]:
+def shards(bench: Bench) -> None:
+    """The ranks' parts, laid at the places they name, are the exported weights, bit for bit; tied or not."""
+    for kind in ("plain", "tied"):
+        driver = bench.driver(kind)
+        driver.train(make_sequences(8))
+        driver.infer(make_sequences(3))
+        specs = driver.engine.weight_specs()
+        own = copies(driver.engine.weight_shards())
+        names = [shard.name for shard in own]
+        bench.require_everywhere(
+            names == [spec.name for spec in specs],
+            f"weight_shards yields {names[:5]}… where weight_specs has {[spec.name for spec in specs][:5]}… ({kind})",
+        )
+        wrong = ""
+        found: dict[str, torch.Tensor] = {}
+        try:
+            found = dict(assemble_weights(specs, [shard for shards in bench.gather(own) for shard in shards]))
+        except WeightsError as error:
+            wrong = str(error)
+        bench.require_everywhere(not wrong, f"the ranks' parts do not make whole weights: {wrong}")
+        wrong = differences(found, driver.weights())
+        bench.require_everywhere(wrong == "none", f"weights in parts and whole ones ({kind} model): {wrong}")
+
+
+def shards_import(bench: Bench) -> None:
+    """Another engine's parts go in, in any order, and are used; training goes on from them."""
+    for kind, other in (("plain", "other"), ("tied", "tied")):
+        driver, source = bench.driver(kind), bench.driver(other)
+        for each in (driver, source):
+            each.train(make_sequences(8))
+        source.train(make_sequences(8, seed=1))
+        driver.engine.load_weight_shards(reversed(copies(source.engine.weight_shards())))
+        found = differences(driver.weights(), source.weights())
+        bench.require_everywhere(found == "none", f"imported in parts and exported ({kind} model): {found}")
+        sequences = make_sequences(3)
+        pairs = zip(driver.infer(sequences), source.infer(sequences), strict=True)
+        bench.require_everywhere(
+            all(torch.equal(mine, theirs) for mine, theirs in pairs), f"imported parts are not used ({kind} model)"
+        )
+        before = driver.weights()
+        driver.train(make_sequences(8, seed=2))
+        bench.require_everywhere(not same(driver.weights(), before), f"imported parts are not trained ({kind} model)")
+
+
+def shards_refusals(bench: Bench) -> None:
+    """Parts that are not this rank's are refused with a WeightsError: unknown, misplaced, missing, doubled."""
+    driver = bench.driver()
+    own = copies(driver.engine.weight_shards())
+    odd = next(index for index, shard in enumerate(own) if shard.tensor.numel() and shard.offsets)
+    moved = dataclasses.replace(own[odd], offsets=tuple(offset + 1 for offset in own[odd].offsets))
+    wrong: dict[str, list[WeightShard]] = {
+        "an unknown name": [dataclasses.replace(own[odd], name="no.such.weight"), *own],
+        "a part that belongs elsewhere": [*own[:odd], moved, *own[odd + 1 :]],
+        "a missing part": own[1:],
+        "a part that comes twice": [*own, own[odd]],
+    }
+    for what, given in wrong.items():
+        is_refused = False
+        try:
+            driver.engine.load_weight_shards(iter(given))
+        except WeightsError:
+            is_refused = True
+        bench.require_everywhere(is_refused, f"load_weight_shards takes {what} without a word")
+    driver.engine.load_weight_shards(own)
+
+
+def copies(parts: Iterable[WeightShard]) -> list[WeightShard]:
+    """Take parts that stay as they are, on the CPU."""
+    return [dataclasses.replace(shard, tensor=shard.tensor.detach().cpu().clone()) for shard in parts]
+
+
+def weights_of(folder: Path) -> dict[str, Any]:
     """Read what a folder's safetensors files hold; tied weights are there once."""
     from safetensors.torch import load_file  # comes with transformers
 
@@ -128,4 +203,7 @@ CHECKS = (
     Check("weights/import", (all_ranks(whole_import),), ("weight_import",)),
     Check("weights/import_refusals", (all_ranks(import_refusals),), ("weight_import",)),
     Check("weights/saved_folder", (all_ranks(saved_folder),)),
+    Check("weights/shards", (all_ranks(shards),), ("weight_shards",)),
+    Check("weights/shards_import", (all_ranks(shards_import),), ("weight_shards",)),
+    Check("weights/shards_refusals", (all_ranks(shards_refusals),), ("weight_shards",)),
 )

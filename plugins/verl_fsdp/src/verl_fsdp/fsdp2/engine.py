@@ -4,20 +4,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
+import torch.distributed as dist
+
 from verl_fsdp.engine import ShardedEngine
-from verl_fsdp.fsdp2.gradient_sync import forget_gradients, gradient_sync, recover_from_abandoned_pass
+from verl_fsdp.fsdp2.gradient_sync import (
+    forget_gradients,
+    fsdp_modules,
+    gradient_sync,
+    held_gradient_slots,
+    recover_from_abandoned_pass,
+)
 from verl_fsdp.fsdp2.parallelize import shard
 from verl_fsdp.grad_norm import clip_gradients, grad_norm
+from verl_fsdp.held_gradients import choose_sync
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
+    from pathlib import Path
 
     import torch
     from torch.distributed.fsdp import FSDPModule
     from transformers import PreTrainedModel
 
     from verl_engine.engine.device import Device
+    from verl_engine.engine.offload import GradientSlot
     from verl_fsdp.config import Fsdp2Config, ShardedConfig
 
 
@@ -26,18 +37,34 @@ class Fsdp2Engine(ShardedEngine):
 
     config: Fsdp2Config
 
+    def __init__(self, config: Fsdp2Config, model_folder: Path) -> None:
+        """Build the engine; see the base class. Collectives: for ``gradient_sync: auto`` an all-reduce more."""
+        super().__init__(config, model_folder)
+        num_trained = sum(parameter.numel() for parameter in self.parameters.values() if parameter.requires_grad)
+        self.sync = choose_sync(config, num_trained, self.meshes.weights["shard"].size(), self.device)
+        """When gradients are reduced, and why."""
+
     def shard(self, model: PreTrainedModel, config: ShardedConfig, device: Device) -> torch.nn.Module:
         """Apply fully_shard; see the base class."""
-        del device
-        return cast("torch.nn.Module", shard(model, cast("Fsdp2Config", config), self.meshes.weights))
+        sharded = shard(model, cast("Fsdp2Config", config), self.meshes.weights, device.torch_device)
+        return cast("torch.nn.Module", sharded)
 
     def reshard(self) -> None:
-        """Free the root's parameters, which fully_shard keeps; blocks free their own."""
-        self._root.reshard()
+        """Free what fully_shard keeps: the root's parameters, and with ``reshard_after_forward: false`` the blocks'.
+
+        Kept beyond a forward without backward, they would go on being used when others were restored or loaded.
+        """
+        for module in fsdp_modules(self._root):
+            module.reshard()
 
     def gradient_sync(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
-        """Hold gradients back until the last micro-batch, unless configured otherwise."""
-        return gradient_sync(self._root, reduce=is_last_micro_batch or self.config.gradient_sync == "every_micro_batch")
+        """Hold gradients back until the last micro-batch, unless that was not the choice."""
+        return gradient_sync(
+            self._root,
+            reduce=is_last_micro_batch or self.sync.every_micro_batch,
+            keep_unsharded=self.config.keep_unsharded,
+            is_last=is_last_micro_batch,
+        )
 
     def zero_grad(self) -> None:
         """Forget all gradients; see the base class."""
@@ -46,13 +73,15 @@ class Fsdp2Engine(ShardedEngine):
 
     def drop_gradients(self) -> None:
         """Forget the gradients, those held back for a later reduction too."""
+        super().drop_gradients()
         forget_gradients(self._root, self.parameters.values())
 
     def clip_gradients(self) -> torch.Tensor:
         """Clip by the norm over all ranks; see the base class."""
-        norm = grad_norm(self.parameters.values(), self.data_parallel.group)
-        clip_gradients(self.parameters.values(), norm, self.config.max_grad_norm)
-        return norm
+        scale = 1.0 if self.loss_scaler is None else self.loss_scaler.scale
+        parameters = list(self.parameters.values())
+        norm = grad_norm(parameters, None, plain_copies=dist.get_world_size(), device=self.device.torch_device)
+        return clip_gradients(parameters, norm, self.config.max_grad_norm, scale)
 
     def local_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield this rank's live shards of what is trained, and all buffers."""
@@ -60,9 +89,17 @@ class Fsdp2Engine(ShardedEngine):
         return super().local_weights()
 
     def move(self, *, to_cpu: bool, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> None:
-        """Move parts to the CPU or back; see the base class."""
-        self.reshard()
+        """Move parts to the CPU or back; see the base class. With ``cpu_offload`` they are there at all times."""
+        if self.config.cpu_offload:
+            return
+        if parameters:
+            self.reshard()
         super().move(to_cpu=to_cpu, parameters=parameters, gradients=gradients, optimizer=optimizer)
+
+    def gradient_slots(self) -> Iterator[GradientSlot]:
+        """Yield the places of gradients, those held back for a later reduction too."""
+        yield from super().gradient_slots()
+        yield from held_gradient_slots(self._root)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that training goes on from; see the base class."""

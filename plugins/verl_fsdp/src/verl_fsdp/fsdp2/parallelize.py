@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from verl_fsdp.blocks import blocks
+from verl_fsdp.blocks import blocks, outermost
+from verl_fsdp.compiled import compile_block
+from verl_fsdp.materialize import Materializer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -16,12 +18,44 @@ if TYPE_CHECKING:
     from verl_fsdp.config import Fsdp2Config
 
 
-def shard(model: PreTrainedModel, config: Fsdp2Config, mesh: DeviceMesh) -> FSDPModule:
-    """Apply fully_shard to each block, then to what is left. Collectives: none.
+def shard(model: PreTrainedModel, config: Fsdp2Config, mesh: DeviceMesh, device: torch.device) -> FSDPModule:
+    """Fill and shard each block, then what is left. Collectives: those of `Materializer`.
 
     Parameters are gathered in ``param_dtype`` and reduced in float32; what each rank keeps of them is float32.
     """
-    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, config.param_dtype), reduce_dtype=torch.float32)
-    for block in blocks(model, config):
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
-    return fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
+    settings = _settings(config, mesh, device)
+    materialize = Materializer(model, device)
+    found = blocks(model, config)
+    for block in found:
+        materialize(block)
+        compile_block(block, config)
+        fully_shard(block, **settings)
+    materialize(model)
+    root = fully_shard(model, **settings)
+    _set_prefetch(root, cast("list[FSDPModule]", outermost(found)), config)
+    return root
+
+
+def _settings(config: Fsdp2Config, mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
+    """Return the arguments that every sharded module gets."""
+    # No output_dtype: what a block hands on would no longer fit the next one's weights.
+    settings: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": config.reshard_after_forward,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=getattr(torch, config.param_dtype), reduce_dtype=torch.float32),
+    }
+    if config.cpu_offload:
+        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")  # pinning needs an accelerator
+    return settings
+
+
+def _set_prefetch(root: FSDPModule, found: list[FSDPModule], config: Fsdp2Config) -> None:
+    """Let each block's forward, or backward, begin to gather so many of those that come next."""
+    if config.forward_prefetch:
+        root.set_modules_to_forward_prefetch(found[: config.forward_prefetch])
+    for index, block in enumerate(found):
+        if config.forward_prefetch:
+            block.set_modules_to_forward_prefetch(found[index + 1 : index + 1 + config.forward_prefetch])
+        if config.backward_prefetch:
+            first = max(0, index - config.backward_prefetch)
+            block.set_modules_to_backward_prefetch(found[first:index][::-1])

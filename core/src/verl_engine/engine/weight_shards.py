@@ -1,0 +1,109 @@
+"""Weights in parts: where each rank's part lies, whole weights from all ranks' parts, and which parts have changed."""
+
+from __future__ import annotations
+
+import hashlib
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from verl_engine.contract.errors import UnsupportedError, WeightsError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from verl_engine.engine.base import WeightShard, WeightSpec
+
+
+def place_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Say which part of a whole this rank holds.
+
+    Args:
+        tensor: plain (then it is the whole), or a DTensor that is sharded or replicated in any way.
+    Returns:
+        Where the part begins, and its shape; one number a dim.
+    Raises:
+        UnsupportedError: what the ranks hold is to be summed, not laid side by side.
+    """
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim, tuple(tensor.shape)
+    if any(isinstance(placement, Partial) for placement in tensor.placements):
+        raise UnsupportedError(f"a weight with placements {tensor.placements} has no part on this rank, only a summand")
+    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offsets), tuple(shape)
+
+
+def part_of(whole: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    """View a part of a whole tensor, whose place is given; no copy."""
+    for dim, (offset, size) in enumerate(zip(offsets, shape, strict=True)):
+        whole = whole.narrow(dim, min(offset, whole.shape[dim]), size)  # an empty part may lie beyond the end
+    return whole
+
+
+def assemble_weights(specs: Iterable[WeightSpec], shards: Iterable[WeightShard]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Put whole weights together, for whoever received the parts of all ranks.
+
+    Args:
+        specs: the weights wanted, of the engine's `weight_specs`.
+        shards: of all ranks, in any order; what several ranks hold may come more than once.
+    Yields:
+        Each weight under its name, in the order of the specs, on the CPU.
+    Raises:
+        WeightsError: parts do not cover a weight, or do not fit it.
+    """
+    parts: dict[str, list[WeightShard]] = {}
+    for shard in shards:
+        parts.setdefault(shard.name, []).append(shard)
+    for spec in specs:
+        yield spec.name, _whole(spec, parts.pop(spec.name, []))
+    if parts:
+        raise WeightsError(f"parts came of weights that nobody asked for: {', '.join(sorted(parts)[:5])}")
+
+
+def _whole(spec: WeightSpec, parts: list[WeightShard]) -> torch.Tensor:
+    view_shape = parts[0].view_shape if parts else spec.shape
+    if prod(view_shape) != prod(spec.shape) or any(part.view_shape != view_shape for part in parts):
+        views = sorted({part.view_shape for part in parts})
+        raise WeightsError(f"parts of {spec.name}, of shape {spec.shape}, are parts of something of shape {views}")
+    whole = torch.empty(view_shape, dtype=spec.dtype)
+    is_there = torch.zeros(view_shape, dtype=torch.bool)
+    for part in parts:
+        ends = [offset + size for offset, size in zip(part.offsets, part.tensor.shape, strict=True)]
+        if part.tensor.numel() and any(end > size for end, size in zip(ends, view_shape, strict=True)):
+            raise WeightsError(
+                f"a part of {spec.name} of shape {tuple(part.tensor.shape)} at {part.offsets} does not lie in a weight "
+                f"of shape {view_shape}"
+            )
+        part_of(whole, part.offsets, part.tensor.shape).copy_(part.tensor)
+        part_of(is_there, part.offsets, part.tensor.shape).fill_(True)
+    if not is_there.all():
+        gap = (~is_there).nonzero()
+        raise WeightsError(
+            f"the parts of {spec.name} leave {len(gap)} of {prod(spec.shape)} elements out, the first at "
+            f"{tuple(gap[0].tolist())} of {view_shape}; take the parts of every rank"
+        )
+    return whole.view(spec.shape)
+
+
+class ChangedShards:
+    """Tells which of a rank's parts are others than they were at the last call: only those need to be sent again.
+
+    Full training changes all of them at each step; adapters leave embeddings, norms and frozen layers as they were.
+    """
+
+    def __init__(self) -> None:
+        """Start without any: at the first call all parts are new."""
+        self._digests: dict[str, bytes] = {}
+
+    def since_last_call(self, shards: Iterable[WeightShard]) -> Iterator[WeightShard]:
+        """Yield the parts that changed; take all of them, and send them before the next call."""
+        for shard in shards:
+            flat = shard.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            # 16 bytes of a cryptographic hash: two weights that collide would leave a receiver behind without a word.
+            digest = hashlib.blake2b(flat.numpy().data, digest_size=16).digest()
+            if self._digests.get(shard.name) != digest:
+                self._digests[shard.name] = digest
+                yield shard

@@ -1,0 +1,186 @@
+"""Low-rank adapters through peft, injected in place: nothing but the adapted layers changes, and they keep their names.
+
+A layer ``q_proj`` becomes ``q_proj.base_layer.weight`` (frozen), ``q_proj.lora_A.default.weight`` and
+``q_proj.lora_B.default.weight``. peft is imported where adapters are asked for, and nowhere else.
+
+Shape legend: I inputs and O outputs of a layer, R the adapter's rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import torch
+
+from verl_engine.contract.errors import ModelError
+from verl_engine.engine.module_weights import Exported, LowRank, kept_by_first_rank, write_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+    from transformers import PreTrainedModel
+
+    from verl_engine.contract.engine_config import LoraConfig
+
+ADAPTER: Final = "default"
+"""peft's name for the adapter, a part of its weights' names."""
+VALUE_HEADS: Final = ("score", "classifier")
+"""What transformers calls the last layer of its token classifiers. It is new in a critic, so it is trained whole."""
+
+
+def inject_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
+    """Put an adapter beside each chosen layer, in place; freeze all else but a value head.
+
+    The adapter begins without effect: B is 0. A model on the meta device gets its adapters there too.
+
+    Args:
+        model: before it is sharded.
+        lora: what to adapt.
+        seed: of A. This process's random numbers are left as they are.
+    Raises:
+        ModelError: peft is missing, or the model has no such linear layers.
+    """
+    peft = import_peft()
+    config = peft.LoraConfig(
+        task_type="TOKEN_CLS" if _value_head(model) else "CAUSAL_LM",
+        base_model_name_or_path=model.config.name_or_path or None,
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=_short(model, target_names(model, lora.target_modules)),
+    )
+    head = _value_head(model)
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        peft.inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=on_meta)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter_weight(name) or name.split(".", 1)[0] == head)
+
+
+def import_peft() -> Any:
+    """Import peft.
+
+    Raises:
+        ModelError: it is not installed, or broken; the cause is chained.
+    """
+    try:
+        return importlib.import_module("peft")
+    except ImportError as error:
+        raise ModelError(
+            f"engine.lora needs the package peft, which cannot be imported ({error}); install it with: pip install peft"
+        ) from error
+
+
+def target_names(model: PreTrainedModel, patterns: tuple[str, ...]) -> list[str]:
+    """Return the full names of the linear layers that get an adapter, in the model's order.
+
+    Args:
+        model: not adapted yet.
+        patterns: names, ends of names after a dot, or ``all-linear``. Output layer and value head are never meant.
+    Raises:
+        ModelError: a pattern fits no linear layer.
+    """
+    output = model.get_output_embeddings()  # its weight may be the embedding's, and log-probs do not call it
+    head = _value_head(model)
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not output and name != head
+    ]
+    chosen: set[str] = set()
+    for pattern in patterns:
+        fitting = {name for name in linear if pattern == "all-linear" or f".{name}".endswith(f".{pattern}")}
+        if not fitting:
+            ends = sorted({name.rpartition(".")[2] for name in linear})
+            raise ModelError(
+                f"engine.lora.target_modules={pattern!r} fits no linear layer of {type(model).__name__}; they are "
+                f"{', '.join(ends) or 'none'}, or all-linear"
+            )
+        chosen |= fitting
+    return [name for name in linear if name in chosen]
+
+
+@contextmanager
+def adapters_disabled(model: torch.nn.Module) -> Iterator[None]:
+    """Run the model as if it had no adapters inside; afterwards they are as before, also after an exception."""
+    layers = [cast("Any", module) for module in model.modules() if hasattr(module, "_disable_adapters")]
+    before = [layer.disable_adapters for layer in layers]
+    try:
+        for layer in layers:
+            # peft's enable_adapters would also switch requires_grad, by which a snapshot knows what is trained.
+            layer._disable_adapters = True  # noqa: SLF001
+        yield
+    finally:
+        for layer, was_disabled in zip(layers, before, strict=True):
+            layer._disable_adapters = was_disabled  # noqa: SLF001
+
+
+def _short(model: torch.nn.Module, names: list[str]) -> list[str]:
+    """Name layers by the last part alone where that says the same: a folder should not list hundreds."""
+    ends = {name.rpartition(".")[2] for name in names}
+    meant = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends]
+    return sorted(ends) if meant == names else names
+
+
+def low_rank_exports(exported: dict[str, Exported], lora: LoraConfig) -> dict[str, Exported]:
+    """Turn exports of an adapted model into those of a plain one: plain names, each adapter merged into its weight.
+
+    Args:
+        exported: by the names that an adapted model's weights have.
+        lora: what the adapters were made with.
+    """
+    suffix = f".{ADAPTER}.weight"
+    plain: dict[str, Exported] = {}
+    for name, entry in exported.items():
+        if is_adapter_weight(name):
+            continue
+        layer, is_base, _ = name.partition(".base_layer.")
+        a_RI = exported.get(f"{layer}.lora_A{suffix}") if is_base and name.endswith(".weight") else None
+        low_rank = None
+        if a_RI is not None:
+            b_OR = exported[f"{layer}.lora_B{suffix}"]
+            low_rank = LowRank(a_RI.tensor, b_OR.tensor, lora.alpha / lora.rank)
+        plain[name.replace(".base_layer.", ".")] = Exported(entry.tensor, low_rank)
+    return plain
+
+
+def is_adapter_weight(name: str) -> bool:
+    """Whether a weight of this name belongs to an adapter."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def save_adapter(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
+    """Write a folder that ``peft.PeftModel.from_pretrained`` loads onto the base model; see `write_folder`.
+
+    Args:
+        model: adapted.
+        weights: whole ones of all that is trained, by the names they have in the adapted model.
+        folder: replaced if it exists.
+    Collectives: those of taking the weights, then a broadcast.
+    """
+    kept = kept_by_first_rank(weights)
+    state = {f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": tensor for name, tensor in kept.items()}
+    config = copy.copy(cast("Any", model).peft_config[ADAPTER])
+    config.inference_mode = True
+    head = _value_head(model)
+    if head is not None:
+        config.modules_to_save = [head]  # new in this model, so it travels with the adapter
+
+    def write(partial: Path) -> None:
+        from safetensors.torch import save_file  # comes with transformers
+
+        partial.mkdir(parents=True)
+        save_file(state, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+        config.save_pretrained(partial)
+
+    write_folder(folder, write)
+
+
+def _value_head(model: torch.nn.Module) -> str | None:
+    """Name a critic's last layer; None for a language model."""
+    return next((name for name in VALUE_HEADS if isinstance(getattr(model, name, None), torch.nn.Module)), None)

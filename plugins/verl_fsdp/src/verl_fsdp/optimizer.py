@@ -1,0 +1,143 @@
+"""The optimizer of the configured class, over groups of parameters with settings of their own."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from verl_engine.contract.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from verl_engine.engine.device import Device
+    from verl_fsdp.config import ParameterGroup, ShardedConfig
+
+_FUSED_ON: Final = ("cpu", "cuda")
+"""Devices whose AdamW has a fused form: one pass over all parameters. Elsewhere torch takes its foreach form."""
+
+
+def build_optimizer(
+    parameters: Mapping[str, torch.nn.Parameter],
+    config: ShardedConfig,
+    device: Device,
+    num_dims: Mapping[str, int] | None = None,
+) -> torch.optim.Optimizer:
+    """Build the optimizer over what is trained.
+
+    Parameters of one dim (norms, biases) are spared weight decay, unless their group sets one. A group's rate is the
+    engine's times its ``learning_rate_scale``, and follows the schedule.
+
+    Args:
+        parameters: by Hugging Face name; frozen ones are left out.
+        config: the ``engine`` section.
+        device: of this rank.
+        num_dims: dims of each whole parameter, where its shard does not show them.
+    Raises:
+        ConfigError: the class cannot be found or is no optimizer, it refuses what it is given, or the pattern of a
+            group matches no trained parameter.
+    """
+    kind = find_class(config.optimizer)
+    groups = parameter_groups(parameters, config, num_dims)
+    arguments: dict[str, Any] = {"lr": config.learning_rate}
+    if kind is torch.optim.AdamW:
+        arguments |= {"betas": config.betas, "eps": config.eps, "fused": device.kind in _FUSED_ON}
+    arguments |= config.optimizer_options
+    try:
+        optimizer = kind(groups, **arguments)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"engine.optimizer={config.optimizer} refuses lr={config.learning_rate} with "
+            f"optimizer_options={config.optimizer_options}: {error}"
+        ) from error
+    decayed = sorted({group["weight_decay"] for group in groups if group["weight_decay"]})
+    if decayed and "weight_decay" not in optimizer.defaults:
+        # torch stores a group's unknown settings, and nobody reads them.
+        raise ConfigError(
+            f"engine.optimizer={config.optimizer} knows no weight_decay, and the config asks for {decayed}; set "
+            "engine.weight_decay and that of parameter_groups to 0"
+        )
+    return optimizer
+
+
+def find_class(path: str) -> type[torch.optim.Optimizer]:
+    """Import an optimizer's class by its dotted path.
+
+    Raises:
+        ConfigError: there is no such class, it is no ``torch.optim.Optimizer``, or its step needs a closure.
+    """
+    module_name, _, name = path.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # a module can raise anything when it is imported
+        raise ConfigError(
+            f"engine.optimizer={path}: module {module_name} cannot be imported ({type(error).__name__}: {error})"
+        ) from error
+    kind = getattr(module, name, None)
+    if kind is None:
+        close = difflib.get_close_matches(name, dir(module), n=3)
+        meant = f"; close to it are {', '.join(close)}" if close else ""
+        raise ConfigError(f"engine.optimizer={path}: module {module_name} has no {name}{meant}")
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise ConfigError(f"engine.optimizer={path} is {kind!r}; it must be a subclass of torch.optim.Optimizer")
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"engine.optimizer={path} computes the loss itself, several times a step; use one whose step needs "
+            "no closure"
+        )
+    return kind
+
+
+def parameter_groups(
+    parameters: Mapping[str, torch.nn.Parameter], config: ShardedConfig, num_dims: Mapping[str, int] | None = None
+) -> list[dict[str, Any]]:
+    """Divide the trained parameters by their settings; the arguments are those of `build_optimizer`.
+
+    Sharded parameters of different meshes, and plain ones, are kept apart: the fused and foreach forms of torch's
+    optimizers take no mix.
+    """
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    chosen = _first_matches(parameters, config.parameter_groups)
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for name, parameter in trained.items():
+        is_vector = (parameter.ndim if num_dims is None else num_dims[name]) <= 1
+        decay, scale = (0.0 if is_vector else config.weight_decay), 1.0
+        group = chosen.get(name)
+        if group is not None:
+            decay = decay if group.weight_decay is None else group.weight_decay
+            scale = group.learning_rate_scale
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        settings = {"lr": config.learning_rate * scale, "weight_decay": decay}
+        found.setdefault((decay, scale, mesh), {"params": [], **settings})["params"].append(parameter)
+    return list(found.values())
+
+
+def _first_matches(
+    parameters: Mapping[str, torch.nn.Parameter], groups: tuple[ParameterGroup, ...]
+) -> dict[str, ParameterGroup]:
+    """Map trained parameters to the first group that matches them."""
+    chosen: dict[str, ParameterGroup] = {}
+    for index, group in enumerate(groups):
+        where = f"engine.parameter_groups[{index}].pattern={group.pattern!r}"
+        matching = [name for name in parameters if re.search(group.pattern, name)]
+        if not matching:
+            close = difflib.get_close_matches(group.pattern, parameters, n=3, cutoff=0.0)
+            raise ConfigError(f"{where} matches no parameter of the model; close to it are {', '.join(close)}")
+        trained = [name for name in matching if parameters[name].requires_grad]
+        if not trained:
+            raise ConfigError(f"{where} matches only parameters that are not trained, such as {matching[0]}")
+        mine = [name for name in trained if name not in chosen]
+        if not mine:
+            raise ConfigError(
+                f"{where} matches only parameters that groups before it have, such as {trained[0]}; the first group "
+                "that matches counts"
+            )
+        chosen |= dict.fromkeys(mine, group)
+    return chosen

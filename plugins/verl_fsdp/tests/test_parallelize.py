@@ -1,0 +1,216 @@
+"""Every way of sharding gives the gradient of one process: copies, prefetch, offload, checkpointing, compiling."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import pytest
+import torch
+import transformers
+
+from verl_engine.testing.conformance.driver import Driver
+from verl_engine.testing.conformance.reference import (
+    accumulate,
+    load_reference,
+    make_sequences,
+    reference_gradient,
+    relative_error,
+    weighted_loss,
+)
+from verl_engine.testing.rank_pool import RankPool
+from verl_engine.testing.tiny_models import tiny_config
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from verl_fsdp.fsdp2.engine import Fsdp2Engine
+
+TOLERANCE: Final = 2e-6
+NUM_SEQUENCES: Final = 12
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one_rank", "two_ranks"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    """Processes that stay."""
+    pool = RankPool(request.param)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[RankPool]:
+    """As many as two copies of two shards take."""
+    pool = RankPool(4)
+    yield pool
+    pool.close()
+
+
+def build(rank: int, folder: Path, world_size: int, **settings: Any) -> tuple[Driver, Fsdp2Engine]:
+    section = {"backend": "fsdp2", "learning_rate": 1e-3, "device": "cpu", "max_grad_norm": 1e9, **settings}
+    driver = Driver(section, folder, rank, world_size)
+    return driver, cast("Fsdp2Engine", driver.engine)
+
+
+def full_gradients(engine: Fsdp2Engine) -> dict[str, torch.Tensor]:
+    return {
+        name.replace("base_layer.", ""): cast("Any", parameter.grad).full_tensor()
+        for name, parameter in engine.parameters.items()
+        if parameter.grad is not None
+    }
+
+
+def gradient_on_rank(rank: int, folder: Path, world_size: int, settings: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the whole gradient of a global batch in two micro-batches, that an engine gives in its second step.
+
+    Before it are a step, whose gradient is thrown away, and an inference: both leave blocks gathered or not.
+    """
+    driver, engine = build(rank, folder, world_size, **settings)
+    found: list[dict[str, torch.Tensor]] = []
+    engine.optimizer.step = lambda: found.append(full_gradients(engine))  # type: ignore[method-assign, assignment]
+    driver.train(make_sequences(NUM_SEQUENCES, seed=5))
+    driver.infer(make_sequences(3))
+    driver.step(driver.share(make_sequences(NUM_SEQUENCES)), weighted_loss)
+    return found[-1]
+
+
+def require_gradient(pool: RankPool, folder: Path, settings: dict[str, Any]) -> None:
+    expected = reference_gradient(folder, make_sequences(NUM_SEQUENCES))
+    for found in pool.run(gradient_on_rank, folder, pool.world_size, settings):
+        assert found.keys() == expected.keys()
+        assert relative_error(found, expected) <= TOLERANCE
+
+
+WAYS: Final[dict[str, dict[str, Any]]] = {
+    "not_resharded": {"reshard_after_forward": False},
+    "forward_prefetch": {"forward_prefetch": 1},
+    "backward_prefetch": {"backward_prefetch": 2},
+    "both_prefetches_further_than_the_model": {"forward_prefetch": 5, "backward_prefetch": 5},
+    "activation_checkpointing": {"activation_checkpointing": True},
+    "activation_checkpointing_padded": {"activation_checkpointing": True, "packing": False},
+    "cpu_offload": {"cpu_offload": True},
+    "wrapped_by_name": {"wrap": ("Qwen3MLP", "Qwen3Attention")},
+    "wrapped_one_in_the_other": {"wrap": ("Qwen3DecoderLayer", "Qwen3MLP"), "forward_prefetch": 1},
+    "embedding_and_output_wrapped": {"wrap": ("Embedding", "Qwen3DecoderLayer", "Linear")},
+}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("way", WAYS)
+def test_gradient_is_that_of_one_process(model_folder: Path, ranks: RankPool, way: str) -> None:
+    require_gradient(ranks, model_folder, WAYS[way])
+
+
+def compiled_on_rank(rank: int, folder: Path, world_size: int, settings: dict[str, Any]) -> list[int]:
+    """Compare with the gradient of one process; return how many graphs there are after each of five steps."""
+    from torch._dynamo.utils import counters
+
+    driver, engine = build(rank, folder, world_size, compile=True, **settings)
+    assert not [name for name in engine.parameters if "_orig_mod" in name]
+    assert not [spec.name for spec in engine.weight_specs() if "_orig_mod" in spec.name]
+    found: list[dict[str, torch.Tensor]] = []
+    engine.optimizer.step = lambda: found.append(full_gradients(engine))  # type: ignore[method-assign, assignment]
+    graphs = []
+    for seed in range(5):
+        driver.train(make_sequences(NUM_SEQUENCES, seed=seed))
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert relative_error(found[0], reference_gradient(folder, make_sequences(NUM_SEQUENCES))) <= TOLERANCE
+    return graphs
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [{"compile_backend": "eager"}, {"compile_backend": "aot_eager", "activation_checkpointing": True}],
+    ids=["alone", "checkpointed"],
+)
+def test_compiled_blocks_fit_every_micro_batch_and_give_the_gradient_of_one_process(
+    model_folder: Path, ranks: RankPool, settings: dict[str, Any]
+) -> None:
+    for graphs in ranks.run(compiled_on_rank, model_folder, ranks.world_size, settings, timeout_s=280.0):
+        # Where sequences lie differs in each of ten micro-batches; torch would give up after graphs for eight.
+        assert graphs[-1] == graphs[1]
+
+
+HYBRID: Final[dict[str, dict[str, Any]]] = {
+    "two_copies_of_two_shards": {"shard_ranks": 2},
+    "four_copies": {"shard_ranks": 1},
+    "no_copies": {"shard_ranks": 4},
+    "two_copies_held_back_gradients_reduced_at_each": {"shard_ranks": 2, "gradient_sync": "every_micro_batch"},
+    "resharded_to_two_ranks": {"reshard_after_forward": 2},
+    "two_copies_offloaded": {"shard_ranks": 2, "cpu_offload": True},
+}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("way", HYBRID)
+def test_copies_on_four_ranks_give_the_gradient_of_one_process(
+    model_folder: Path, four_ranks: RankPool, way: str
+) -> None:
+    require_gradient(four_ranks, model_folder, HYBRID[way])
+
+
+def moe_folder(folder: Path) -> Path:
+    """Write a Qwen3-MoE of two layers, with weights large enough that the router chooses clearly."""
+    config = transformers.Qwen3MoeConfig(
+        **tiny_config(), num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = transformers.Qwen3MoeForCausalLM(config)
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, std=0.2)
+        model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+def test_a_mixture_of_experts_gets_the_gradient_of_one_process_its_router_too(
+    tmp_path: Path, ranks: RankPool, packing: bool
+) -> None:
+    folder = moe_folder(tmp_path / "moe")
+    reference = load_reference(folder)
+    accumulate(reference, make_sequences(NUM_SEQUENCES))  # in float32: transformers' experts know no float64
+    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    routers = [name for name in expected if name.endswith("mlp.gate.weight")]
+    assert len(routers) == 2
+    assert all(float(expected[name].abs().max()) > 1e-6 for name in routers)
+    for found in ranks.run(gradient_on_rank, folder, ranks.world_size, {"packing": packing}):
+        assert found.keys() == expected.keys()
+        assert relative_error(found, expected) <= 1e-5
+
+
+def dtypes_seen(rank: int, folder: Path, world_size: int, param_dtype: str) -> dict[str, torch.dtype]:
+    """Return the dtype that a layer computes in, and those of what is kept, in training."""
+    driver, engine = build(rank, folder, world_size, param_dtype=param_dtype)
+    seen: dict[str, torch.dtype] = {}
+
+    def look(module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        seen.update(weight=module.weight.dtype, input=inputs[0].dtype, output=output.dtype)
+
+    cast("Any", engine.model).model.layers[1].mlp.up_proj.register_forward_hook(look)
+    step = engine.optimizer.step
+
+    def step_and_look() -> Any:
+        seen.update(gradient=next(iter(full_gradients(engine).values())).dtype)
+        return step()
+
+    engine.optimizer.step = step_and_look  # type: ignore[method-assign, assignment]
+    driver.train(make_sequences(NUM_SEQUENCES))
+    kept = {parameter.dtype for parameter in engine.parameters.values()}
+    moments = {entry["exp_avg"].dtype for entry in engine.optimizer.state.values()}
+    assert kept == moments == {torch.float32}
+    return seen
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_blocks_compute_in_param_dtype_and_what_is_kept_and_reduced_is_float32(
+    model_folder: Path, ranks: RankPool, param_dtype: str
+) -> None:
+    dtype = getattr(torch, param_dtype)
+    expected = {"weight": dtype, "input": dtype, "output": dtype, "gradient": torch.float32}
+    assert ranks.run(dtypes_seen, model_folder, ranks.world_size, param_dtype) == [expected] * ranks.world_size

@@ -5,7 +5,9 @@ copy goes from and to the very memory that a save and a restore use: where the s
 What is compared is measured in turn, so that a slow moment of the machine hits all of it; ratios are of processor time,
 medians over the rounds. `vs_clone_each_time` compares with dropping the former copies and making new ones by
 ``tensor.cpu().clone()``, in memory that comes fresh from the system each time, as in a process that needs it for other
-things meanwhile. Exits with 1 if a figure misses its limit. One thread. Takes 6 GB, and 2 GB of shared memory.
+things meanwhile. It should be 6 at least. No save is faster than the plain copy, though, and where that is not even 6.3
+times as fast as fresh clones (`memcpy_vs_clone_each_time`: slow memory, or a system that gives out pages fast), 95% of
+what it reaches is asked for. Exits with 1 if a figure misses its limit. One thread. Takes 6 GB, and 2 GB of shared memory.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ BUDGET_S: Final = 18.0
 ATTACHMENTS: Final = 9
 M_MMAP_THRESHOLD: Final = -3
 """Of glibc's mallopt."""
-AT_LEAST: Final = {"save_vs_memcpy": 0.85, "restore_vs_memcpy": 0.85, "vs_clone_each_time": 6.0}
+AT_LEAST: Final = {"save_vs_memcpy": 0.85, "restore_vs_memcpy": 0.85}
+CLONE_AT_LEAST: Final = 6.0
+CLONE_SHARE: Final = 0.95
 AT_MOST: Final = {"peak_vs_weights": 1.05, "attach_ms": 5.0}
 
 
@@ -242,6 +246,7 @@ def measure() -> dict[str, float]:
         "restore_vs_memcpy": ratio("memcpy_back", "restore"),
         "peak_vs_weights": peak / num_bytes,
         "vs_clone_each_time": ratio("clone", "save"),
+        "memcpy_vs_clone_each_time": ratio("clone", "memcpy"),
         "attach_ms": statistics.median(taken.wall for taken in attachments) * 1e3,
         "attach_first_ms": attachments[0].wall * 1e3,
         "attach_processor_ms": statistics.median(taken.processor for taken in attachments) * 1e3,
@@ -258,7 +263,9 @@ def measure() -> dict[str, float]:
 
 def missed(figures: dict[str, float]) -> list[str]:
     """Name the figures that miss their limits."""
-    low = [f"{name}={figures[name]:.3f} is below {limit}" for name, limit in AT_LEAST.items() if figures[name] < limit]
+    reachable = min(CLONE_AT_LEAST, CLONE_SHARE * figures["memcpy_vs_clone_each_time"])
+    least = {**AT_LEAST, "vs_clone_each_time": reachable}
+    low = [f"{name}={figures[name]:.3f} is below {limit:.3g}" for name, limit in least.items() if figures[name] < limit]
     high = [f"{name}={figures[name]:.3f} is above {limit}" for name, limit in AT_MOST.items() if figures[name] > limit]
     return low + high
 

@@ -182,3 +182,18 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(entropy: Entropy) -> None:
         (logp.sum() if second is None or not second.requires_grad else logp.sum() + second.sum()).backward()
     # In the backward a part of the vocabulary is a multiple of 64: with a vocabulary this small that is more.
     assert made.numel <= max(chunk * VOCABULARY, num * 64) < num * VOCABULARY
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_logits_that_are_kept_give_what_computing_them_again_gives(dtype: torch.dtype) -> None:
+    hidden, weight, _ = (None if leaf is None else leaf.detach().to(dtype).requires_grad_() for leaf in inputs(40))
+    assert hidden is not None
+    assert weight is not None
+    kept, again = (linear_log_probs(hidden, weight, targets(40), 0.7, chunk=chunk)[0] for chunk in (40, 39))
+    assert torch.equal(kept, again)
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-2  # the hidden states' is rounded once less
+    for _ in range(2):  # the second time shows that the first left what was kept as it was
+        of_kept = torch.autograd.grad(kept.sum(), (hidden, weight), retain_graph=True)
+        of_again = torch.autograd.grad(again.sum(), (hidden, weight), retain_graph=True)
+        for own, other in zip(of_kept, of_again, strict=True):
+            assert (own - other).abs().max() <= tolerance * other.abs().max()

@@ -4,7 +4,8 @@ The output layer is linear, so the logits of some tokens, or of some of the voca
 forward takes a chunk of tokens at a time with the whole vocabulary, and keeps two numbers a token: its highest logit,
 and the log of the softmax's denominator. With them the backward needs no whole rows: it takes all tokens and a part of
 the vocabulary at a time. So each part of the weight's gradient is one product over all tokens, rounded once, and what
-is summed up over the parts is the small gradient of the hidden states, in float32.
+is summed up over the parts is the small gradient of the hidden states, in float32. Where all tokens fit one chunk and
+no entropy is asked for, what the forward made of the logits is kept, and nothing is computed again.
 
 With z = (hidden @ weight.T + bias) / temperature, p = softmax(z), H its entropy, and y the target:
 
@@ -42,7 +43,7 @@ def linear_log_probs(
     """Compute each target's log-prob under softmax((hidden @ weight.T + bias) / temperature).
 
     Takes about ``chunk * V`` float32 of memory (twice that with entropy), besides the results and gradients,
-    and one matrix product more than plain logits: the backward computes them again.
+    and one matrix product more than plain logits, unless all tokens fit one chunk: the backward computes them again.
 
     Args:
         hidden: [M, H], any float dtype; M may be 0.
@@ -78,6 +79,7 @@ class _LinearLogProbs(torch.autograd.Function):
         num_tokens = hidden.shape[0]
         logits = _Logits(min(chunk, num_tokens) * weight.shape[0], hidden, temperature, needs_spare=entropy != "off")
         highest_M, log_sum_M, logp_M, entropy_M = (hidden.new_empty(num_tokens, dtype=logits.dtype) for _ in range(4))
+        kept_MV = None  # exp(z less its highest), where that is the one chunk there is
         for start in range(0, num_tokens, chunk):
             own = slice(start, start + chunk)
             z_CV = logits.of(hidden[own], weight, bias)
@@ -86,6 +88,8 @@ class _LinearLogProbs(torch.autograd.Function):
             mean_C = None
             if entropy == "off":
                 sum_C = z_CV.sub_(highest_C[:, None]).exp_().sum(1)
+                if num_tokens <= chunk and any(ctx.needs_input_grad):
+                    kept_MV = z_CV
             else:
                 p_CV = torch.exp(z_CV.sub_(highest_C[:, None]), out=logits.spare(z_CV))
                 sum_C = p_CV.sum(1)
@@ -96,7 +100,7 @@ class _LinearLogProbs(torch.autograd.Function):
             logp_M[own] = target_C - highest_C - log_sum_C
             if mean_C is not None:
                 entropy_M[own] = log_sum_C - mean_C
-        ctx.save_for_backward(hidden, weight, targets, bias, highest_M, log_sum_M, entropy_M)
+        ctx.save_for_backward(hidden, weight, targets, bias, highest_M, log_sum_M, entropy_M, kept_MV)
         ctx.temperature, ctx.chunk, ctx.entropy = temperature, chunk, entropy
         if entropy != "gradient":
             ctx.mark_non_differentiable(entropy_M)
@@ -104,7 +108,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, targets, bias, highest_M, log_sum_M, entropy_M = ctx.saved_tensors
+        hidden, weight, targets, bias, highest_M, log_sum_M, entropy_M, kept_MV = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = (ctx.needs_input_grad[place] for place in (0, 1, 4))
         # z is divided by the temperature, so what comes back to the logits is too.
         d_logp_M, d_entropy_M = (gradient / ctx.temperature for gradient in gradients)
@@ -117,14 +121,18 @@ class _LinearLogProbs(torch.autograd.Function):
         d_weight = empty_like(weight) if needs_weight else None
         d_bias = empty_like(bias) if needs_bias else None
         for part in _parts(weight.shape[0], width) if num_tokens else ():
-            z_Mv = logits.of(hidden, weight[part], None if bias is None else bias[part])
-            logp_Mv = z_Mv.sub_(highest_M[:, None]).sub_(log_sum_M[:, None])
-            if has_entropy:
-                factor_Mv = torch.mul(logp_Mv, -d_entropy_M[:, None], out=logits.spare(logp_Mv))
-                factor_Mv -= (d_logp_M + d_entropy_M * entropy_M)[:, None]
-                d_Mv = logp_Mv.exp_().mul_(factor_Mv)
+            if kept_MV is not None:
+                factor_M = -d_logp_M * torch.exp(-log_sum_M)
+                d_Mv = torch.mul(kept_MV, factor_M[:, None], out=logits.room(kept_MV))
             else:
-                d_Mv = logp_Mv.exp_().mul_(-d_logp_M[:, None])
+                z_Mv = logits.of(hidden, weight[part], None if bias is None else bias[part])
+                logp_Mv = z_Mv.sub_(highest_M[:, None]).sub_(log_sum_M[:, None])
+                if has_entropy:
+                    factor_Mv = torch.mul(logp_Mv, -d_entropy_M[:, None], out=logits.spare(logp_Mv))
+                    factor_Mv -= (d_logp_M + d_entropy_M * entropy_M)[:, None]
+                    d_Mv = logp_Mv.exp_().mul_(factor_Mv)
+                else:
+                    d_Mv = logp_Mv.exp_().mul_(-d_logp_M[:, None])
             # Targets outside the part add 0 somewhere, since to find out which they are a device would have to wait.
             is_here_M = (targets >= part.start) & (targets < part.stop)
             places_M = (targets - part.start).clamp(0, d_Mv.shape[1] - 1)
@@ -163,6 +171,10 @@ class _Logits:
         if found.dtype != product.dtype:
             found.copy_(product)
         return found if self._temperature == 1.0 else found.div_(self._temperature)
+
+    def room(self, like: torch.Tensor) -> torch.Tensor:
+        """Return what `of` fills, in a shape."""
+        return self._wide[: like.numel()].view_as(like)
 
     def spare(self, logits: torch.Tensor) -> torch.Tensor:
         """Return as much room again."""

@@ -31,7 +31,7 @@ from verl_engine.engine.train_step import train_step
 from verl_engine.host.backend_host import BackendHost
 from verl_engine.testing.ranks import run_ranks
 from verl_engine.testing.tiny_models import tiny_config
-from verl_fsdp.attention import PACKED_ATTENTION
+from verl_fsdp.forward.attention import PACKED_ATTENTION
 
 if TYPE_CHECKING:
     from verl_engine.engine.base import TokenOutput

@@ -145,7 +145,9 @@ def measure(_rank: int, folder: Path, rounds: int) -> dict[str, float]:
 def main() -> None:
     """Measure, and print one JSON object as the last line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each way but padmax, which has one (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="turns of each way; padmax has one (default: %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print the JSON object only")
     options = parser.parse_args()
     sequences = draw_sequences()

@@ -7,7 +7,8 @@ medians over the rounds. `vs_clone_each_time` compares with dropping the former 
 ``tensor.cpu().clone()``, in memory that comes fresh from the system each time, as in a process that needs it for other
 things meanwhile. It should be 6 at least. No save is faster than the plain copy, though, and where that is not even 6.3
 times as fast as fresh clones (`memcpy_vs_clone_each_time`: slow memory, or a system that gives out pages fast), 95% of
-what it reaches is asked for. Exits with 1 if a figure misses its limit. One thread. Takes 6 GB, and 2 GB of shared memory.
+what it reaches is asked for. Exits with 1 if a figure misses its limit. One thread. Takes 6 GB, and 2 GB of shared
+memory.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ import torch
 
 from verl_engine import BackendHost, BackendSpec, Device, EngineConfig, OptimizerStep, WeightSnapshot, hookimpl
 from verl_engine.engine.module_engine import ModuleEngine
-from verl_engine.engine.shared_snapshot import SnapshotReader
-from verl_engine.engine.snapshot_layout import spread_sample
-from verl_engine.engine.snapshots import Snapshots
+from verl_engine.engine.snapshots.layout import spread_sample
+from verl_engine.engine.snapshots.manager import Snapshots
+from verl_engine.engine.snapshots.shared import SnapshotReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable

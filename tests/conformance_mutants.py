@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from verl_engine.contract.optimizer_step import OptimizerStep
-    from verl_engine.engine.snapshots import WeightSnapshot
+    from verl_engine.engine.snapshots.weight_snapshot import WeightSnapshot
 
 
 class MutantConfig(Fsdp2Config):

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from verl_engine.engine.base import TokenOutput
 from verl_fsdp.fsdp2.engine import Fsdp2Engine
-from verl_fsdp.grad_norm import clip_gradients, grad_norm
-from verl_fsdp.model import load_model
+from verl_fsdp.model.loading import load_model
+from verl_fsdp.update.grad_norm import clip_gradients, grad_norm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -11,9 +11,9 @@ from unittest import mock
 import torch
 
 from verl_engine.engine.base import Engine, WeightSpec
-from verl_engine.engine.module_weights import Exported, local_tensors
+from verl_engine.engine.weights.module_weights import Exported, local_tensors
 from verl_fsdp.fsdp2.engine import Fsdp2Engine
-from verl_fsdp.model import load_model
+from verl_fsdp.model.loading import load_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -10,7 +10,8 @@ import torch
 from verl_engine import BackendHost, BackendSpec, EngineConfig, OptimizerStep, hookimpl
 from verl_engine.engine.device import Device
 from verl_engine.engine.module_engine import ModuleEngine
-from verl_engine.engine.snapshots import Snapshots, WeightSnapshot
+from verl_engine.engine.snapshots.manager import Snapshots
+from verl_engine.engine.snapshots.weight_snapshot import WeightSnapshot
 from verl_engine.engine.token_output import TokenOutput
 
 if TYPE_CHECKING:

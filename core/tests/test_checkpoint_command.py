@@ -13,7 +13,7 @@ from core.tests.test_checkpoint_export import load, require_same, save
 from core.tests.test_checkpoint_refusals import edit_manifest
 from core.tests.test_checkpoint_store import trained
 from core.tests.test_command import run
-from verl_engine.engine.checkpoint_store import CheckpointStore
+from verl_engine.engine.checkpoints.store import CheckpointStore
 from verl_engine.testing.tiny_models import write_tiny_model
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from core.tests.test_checkpoint_refusals import edit_manifest
 from core.tests.test_checkpoint_store import same, step, trained
 from core.tests.test_module_engine import PlainEngine, make, weights
 from verl_engine.contract.errors import WeightsError
-from verl_engine.engine.checkpoint_manifest import CheckpointManifest
-from verl_engine.engine.checkpoint_store import CheckpointStore
+from verl_engine.engine.checkpoints.manifest import CheckpointManifest
+from verl_engine.engine.checkpoints.store import CheckpointStore
 from verl_engine.engine.loss_scaler import LossScaler
 
 if TYPE_CHECKING:

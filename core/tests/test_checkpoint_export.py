@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from core.tests.test_module_engine import PlainEngine, make
 from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.errors import ConfigError, WeightsError
-from verl_engine.engine.checkpoint_export import export_checkpoint
-from verl_engine.engine.checkpoint_store import CheckpointStore
+from verl_engine.engine.checkpoints.export import export_checkpoint
+from verl_engine.engine.checkpoints.store import CheckpointStore
 from verl_engine.engine.device import Device
 from verl_engine.testing.tiny_models import write_tiny_model
 
@@ -96,7 +96,7 @@ def test_no_more_than_one_file_of_weights_is_in_memory(tmp_path: Path) -> None:
 
     with (
         mock.patch("safetensors.torch.save_file", measured),
-        mock.patch("verl_engine.engine.checkpoint_export._sync"),
+        mock.patch("verl_engine.engine.checkpoints.export._sync"),
     ):
         export_checkpoint(checkpoint, tmp_path / "out", shard_bytes=10_000)
     assert len(sizes) > 5

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from core.tests.test_module_engine import PlainEngine, make, set_gradients, weights
-from verl_engine.engine.checkpoint_folders import is_whole, step_folder
-from verl_engine.engine.checkpoint_store import CheckpointStore
+from verl_engine.engine.checkpoints.folders import is_whole, step_folder
+from verl_engine.engine.checkpoints.store import CheckpointStore
 from verl_engine.testing.rank_pool import PRELOADED
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ import torch
 from core.tests.test_checkpoint_contents import draw
 from core.tests.test_module_engine import PlainEngine, make, set_gradients, weights
 from verl_engine.contract.errors import StuckError, WeightsError
-from verl_engine.engine.checkpoint_folders import make_partial
-from verl_engine.engine.checkpoint_manifest import CheckpointManifest
-from verl_engine.engine.checkpoint_store import CheckpointStore
-from verl_engine.engine.checkpoint_writer import CheckpointWriter
+from verl_engine.engine.checkpoints.folders import make_partial
+from verl_engine.engine.checkpoints.manifest import CheckpointManifest
+from verl_engine.engine.checkpoints.store import CheckpointStore
+from verl_engine.engine.checkpoints.writer import CheckpointWriter
 from verl_engine.testing.rank_pool import RankError, RankPool
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.dist
 
-WRITE_DATA = "verl_engine.engine.checkpoint_writer.FileSystemWriter.write_data"
+WRITE_DATA = "verl_engine.engine.checkpoints.writer.FileSystemWriter.write_data"
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_a_rank_that_cannot_write_is_named_on_every_rank(two: RankPool, tmp_path
 def write_elsewhere(rank: int, root: Path) -> str:
     store = CheckpointStore(root)
     elsewhere = root / f"disk-of-rank-{rank}"
-    with mock.patch("verl_engine.engine.checkpoint_store.CheckpointWriter") as writer:
+    with mock.patch("verl_engine.engine.checkpoints.store.CheckpointWriter") as writer:
         writer.side_effect = lambda folder, *others: CheckpointWriter(folder if rank == 0 else elsewhere, *others)
         message = raised(lambda: store.save(stepped(), 1, wait=True))
     store.close()
@@ -195,7 +195,7 @@ def test_where_a_rank_is_killed_during_the_write_the_one_before_stays(tmp_path: 
 
 
 def count_folders_made(_: int, root: Path) -> int:
-    with mock.patch("verl_engine.engine.checkpoint_folders.make_partial", wraps=make_partial) as made:
+    with mock.patch("verl_engine.engine.checkpoints.folders.make_partial", wraps=make_partial) as made:
         store = CheckpointStore(root)
         engine = stepped()
         assert engine.data_parallel.rank == 0  # on both ranks, as where they split one model

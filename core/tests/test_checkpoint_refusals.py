@@ -11,7 +11,7 @@ import torch
 from core.tests.test_checkpoint_store import same, trained
 from core.tests.test_module_engine import PlainEngine, make, weights
 from verl_engine.contract.errors import ConfigError, WeightsError
-from verl_engine.engine.checkpoint_store import CheckpointStore
+from verl_engine.engine.checkpoints.store import CheckpointStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,8 +13,8 @@ import torch
 
 from core.tests.test_module_engine import PlainEngine, make, set_gradients, weights
 from verl_engine.contract.errors import ConfigError, StuckError, WeightsError
-from verl_engine.engine.checkpoint_store import CheckpointStore
-from verl_engine.engine.checkpoint_writer import CheckpointWriter, StagingMemory
+from verl_engine.engine.checkpoints.store import CheckpointStore
+from verl_engine.engine.checkpoints.writer import CheckpointWriter, StagingMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -124,8 +124,8 @@ def test_a_failed_write_is_told_by_the_next_call_and_leaves_the_one_before_intac
     store.save(engine, 1, wait=True)
     full = OSError(errno.ENOSPC, "No space left on device")
     target = {
-        "writing": "verl_engine.engine.checkpoint_writer.FileSystemWriter.write_data",
-        "publishing": "verl_engine.engine.checkpoint_folders.publish",
+        "writing": "verl_engine.engine.checkpoints.writer.FileSystemWriter.write_data",
+        "publishing": "verl_engine.engine.checkpoints.folders.publish",
     }[when]
     with mock.patch(target, side_effect=full):
         store.save(engine, 2)
@@ -152,7 +152,7 @@ def test_a_stuck_storage_is_named_after_the_time_limit(tmp_path: Path) -> None:
     may_end = threading.Event()
     store = CheckpointStore(tmp_path, timeout_s=0.1)
     with (
-        mock.patch("verl_engine.engine.checkpoint_ranks._GRACE_S", 0.05),
+        mock.patch("verl_engine.engine.checkpoints.ranks._GRACE_S", 0.05),
         mock.patch.object(CheckpointWriter, "write", side_effect=lambda: may_end.wait(60)),
     ):
         store.save(trained(), 4)
@@ -182,7 +182,7 @@ def test_the_last_ones_are_kept_and_older_ones_go_after_the_new_one_is_whole(tmp
     for number in (1, 2):
         store.save(engine, number, wait=True)
     with (
-        mock.patch("verl_engine.engine.checkpoint_folders.publish", side_effect=OSError("lost")),
+        mock.patch("verl_engine.engine.checkpoints.folders.publish", side_effect=OSError("lost")),
         pytest.raises(WeightsError),
     ):
         store.save(engine, 3, wait=True)
@@ -205,7 +205,7 @@ def test_after_going_back_the_new_one_is_kept_beside_later_ones(tmp_path: Path) 
 def test_an_old_one_that_cannot_be_deleted_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = CheckpointStore(tmp_path, keep_last=1)
     store.save(trained(), 1, wait=True)
-    with mock.patch("verl_engine.engine.checkpoint_folders.delete", side_effect=OSError("not yours")):
+    with mock.patch("verl_engine.engine.checkpoints.folders.delete", side_effect=OSError("not yours")):
         store.save(trained(), 2, wait=True)
     assert store.latest() == 2
     assert "could not be deleted: not yours" in caplog.text

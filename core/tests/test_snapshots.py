@@ -10,7 +10,7 @@ import torch
 
 from core.tests.snapshot_engine import change, make_engine, make_snapshots, same, values
 from verl_engine.contract.errors import WeightsError
-from verl_engine.engine.snapshots import WeightSnapshot
+from verl_engine.engine.snapshots.weight_snapshot import WeightSnapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -199,7 +199,7 @@ def test_the_checksum_is_of_the_content_and_computed_once(monkeypatch: pytest.Mo
     first = saved.checksum
     assert make_snapshots(make_engine()).save("other").checksum == first
     with monkeypatch.context() as patch:
-        patch.setattr("verl_engine.engine.weight_snapshot.weights_checksum", None)
+        patch.setattr("verl_engine.engine.snapshots.weight_snapshot.weights_checksum", None)
         assert snapshots.save("kept").checksum == first
     change(engine, 1.0)
     assert snapshots.save("kept").checksum != first

@@ -11,9 +11,9 @@ import torch
 from core.tests.snapshot_engine import change, make_engine, make_snapshots, same, values
 from verl_engine.contract.errors import WeightsError
 from verl_engine.engine.device import Device
-from verl_engine.engine.snapshot_layout import Layout, spread_sample
-from verl_engine.engine.snapshot_memory import SnapshotMemory
-from verl_engine.engine.snapshots import WeightSnapshot
+from verl_engine.engine.snapshots.layout import Layout, spread_sample
+from verl_engine.engine.snapshots.memory import SnapshotMemory
+from verl_engine.engine.snapshots.weight_snapshot import WeightSnapshot
 
 SLOT = 192 + 64 + 0 + 64 + 64
 """Bytes of one slot of the engine's weights: each at a multiple of 64."""

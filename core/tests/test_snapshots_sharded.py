@@ -7,8 +7,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from verl_engine.engine.module_weights import local_tensors
-from verl_engine.engine.snapshots import WeightSnapshot
+from verl_engine.engine.snapshots.weight_snapshot import WeightSnapshot
+from verl_engine.engine.weights.module_weights import local_tensors
 from verl_engine.testing.ranks import run_ranks
 
 

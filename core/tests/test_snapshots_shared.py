@@ -16,26 +16,26 @@ import torch
 
 from core.tests.snapshot_engine import change, make_engine, make_snapshots, same, values
 from verl_engine.contract.errors import WeightsError
-from verl_engine.engine.shared_file import SharedFile, remove_stale_files
-from verl_engine.engine.shared_snapshot import SharedSlot, SnapshotReader
-from verl_engine.engine.snapshot_layout import Layout, weights_checksum
+from verl_engine.engine.snapshots.layout import Layout, weights_checksum
+from verl_engine.engine.snapshots.shared import SharedSlot, SnapshotReader
+from verl_engine.engine.snapshots.shared_file import SharedFile, remove_stale_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from verl_engine.engine.snapshots import Snapshots
+    from verl_engine.engine.snapshots.manager import Snapshots
 
 READ = """
 import pickle, sys
-from verl_engine.engine.shared_snapshot import SnapshotReader
+from verl_engine.engine.snapshots.shared import SnapshotReader
 content = SnapshotReader(pickle.load(sys.stdin.buffer)).newest()
 print(content.version, content.number, content.checksum(), content.tensors["logits"].sum().item())
 """
 OWN = """
 import sys, torch
 from pathlib import Path
-from verl_engine.engine.shared_snapshot import SharedSlot
-from verl_engine.engine.snapshot_layout import Layout
+from verl_engine.engine.snapshots.shared import SharedSlot
+from verl_engine.engine.snapshots.layout import Layout
 slot = SharedSlot(Layout.of({"a": torch.ones(4)}), Path(sys.argv[1]))
 """
 

@@ -11,7 +11,7 @@ from core.tests.fake_distributions import write_distribution
 from core.tests.snapshot_engine import change
 from verl_engine import EngineConfig, EngineWorker, Sequence, WeightsError
 from verl_engine.contract.names import BACKENDS_GROUP
-from verl_engine.engine.shared_snapshot import SnapshotReader
+from verl_engine.engine.snapshots.shared import SnapshotReader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from core.tests.fake_engine import FakeEngine
 from verl_engine.contract.errors import WeightsError
 from verl_engine.engine.base import WeightSpec
-from verl_engine.engine.weight_bucket import (
+from verl_engine.engine.weights.bucket import (
     BucketEntry,
     WeightBucket,
     combine_checksums,

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from verl_engine.contract.errors import UnsupportedError, WeightsError
 from verl_engine.engine.base import WeightShard, WeightSpec
-from verl_engine.engine.module_weights import (
+from verl_engine.engine.weights.module_weights import (
     Exported,
     LowRank,
     full_weights,
@@ -21,7 +21,7 @@ from verl_engine.engine.module_weights import (
     weight_shards,
     weight_specs,
 )
-from verl_engine.engine.weight_shards import ChangedShards, assemble_weights
+from verl_engine.engine.weights.shards import ChangedShards, assemble_weights
 from verl_engine.testing.ranks import run_ranks
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from verl_engine.batch.sequence import Sequence
     from verl_engine.contract.backend import BackendSpec, Capabilities, PatchPromise
     from verl_engine.contract.config_file import read_config, validate
-    from verl_engine.contract.engine_config import EngineConfig
+    from verl_engine.contract.engine_config import EngineConfig, LoraConfig
     from verl_engine.contract.errors import (
         BatchError,
         ConfigError,
@@ -35,12 +35,13 @@ if TYPE_CHECKING:
     from verl_engine.contract.names import PLUGIN_API_VERSION
     from verl_engine.contract.optimizer_step import OptimizerStep
     from verl_engine.contract.strict_model import StrictModel
-    from verl_engine.engine.base import DataParallel, Engine, LossFn, TokenOutput, WeightSpec
-    from verl_engine.engine.checkpoint_store import CheckpointInfo, CheckpointStore
+    from verl_engine.engine.base import DataParallel, Engine, LossFn, TokenOutput, WeightShard, WeightSpec
+    from verl_engine.engine.checkpoints.store import CheckpointInfo, CheckpointStore
     from verl_engine.engine.device import Device
     from verl_engine.engine.module_engine import ModuleEngine
     from verl_engine.engine.output_from_logits import output_from_logits
-    from verl_engine.engine.snapshots import WeightSnapshot
+    from verl_engine.engine.snapshots.shared import SnapshotHandle, SnapshotReader
+    from verl_engine.engine.snapshots.weight_snapshot import WeightSnapshot
     from verl_engine.engine.worker import EngineWorker
     from verl_engine.host.backend_host import BackendHost
     from verl_engine.host.engine_section import validate_engine_section
@@ -55,7 +56,7 @@ _HOMES = {
     "batch.sequence": ["Sequence"],
     "contract.backend": ["BackendSpec", "Capabilities", "PatchPromise"],
     "contract.config_file": ["read_config", "validate"],
-    "contract.engine_config": ["EngineConfig"],
+    "contract.engine_config": ["EngineConfig", "LoraConfig"],
     "contract.errors": [
         "BatchError",
         "ConfigError",
@@ -79,12 +80,13 @@ _HOMES = {
     "contract.names": ["PLUGIN_API_VERSION"],
     "contract.optimizer_step": ["OptimizerStep"],
     "contract.strict_model": ["StrictModel"],
-    "engine.base": ["DataParallel", "Engine", "LossFn", "TokenOutput", "WeightSpec"],
-    "engine.checkpoint_store": ["CheckpointInfo", "CheckpointStore"],
+    "engine.base": ["DataParallel", "Engine", "LossFn", "TokenOutput", "WeightShard", "WeightSpec"],
+    "engine.checkpoints.store": ["CheckpointInfo", "CheckpointStore"],
     "engine.device": ["Device"],
     "engine.module_engine": ["ModuleEngine"],
     "engine.output_from_logits": ["output_from_logits"],
-    "engine.snapshots": ["WeightSnapshot"],
+    "engine.snapshots.shared": ["SnapshotHandle", "SnapshotReader"],
+    "engine.snapshots.weight_snapshot": ["WeightSnapshot"],
     "engine.worker": ["EngineWorker"],
     "host.backend_host": ["BackendHost"],
     "host.engine_section": ["validate_engine_section"],
@@ -112,6 +114,7 @@ __all__ = [
     "EngineWorker",
     "HookError",
     "ImportOrderError",
+    "LoraConfig",
     "LossFn",
     "ModelError",
     "ModuleEngine",
@@ -124,12 +127,15 @@ __all__ = [
     "PluginImportError",
     "PreparationConflictError",
     "Sequence",
+    "SnapshotHandle",
+    "SnapshotReader",
     "StrictModel",
     "StuckError",
     "TokenOutput",
     "TrainingDivergedError",
     "UnknownPluginError",
     "UnsupportedError",
+    "WeightShard",
     "WeightSnapshot",
     "WeightSpec",
     "WeightsError",

@@ -23,7 +23,7 @@ from verl_async.rollout.interface import Generation, SamplingParams
 from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.optimizer_step import OptimizerStep
 from verl_engine.engine.train_step import StepReport
-from verl_engine.engine.weight_bucket import WeightBucket, combine_checksums
+from verl_engine.engine.weights.bucket import WeightBucket, combine_checksums
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from verl_engine.contract.errors import WeightsError
-from verl_engine.engine.checkpoint_export import export_checkpoint
-from verl_engine.engine.checkpoint_store import CheckpointStore
-from verl_engine.engine.checkpoint_writer import CheckpointWriter
+from verl_engine.engine.checkpoints.export import export_checkpoint
+from verl_engine.engine.checkpoints.store import CheckpointStore
+from verl_engine.engine.checkpoints.writer import CheckpointWriter
 from verl_engine.testing.conformance.driver import Driver, differences
 from verl_engine.testing.conformance.reference import furthest, make_sequences
 from verl_engine.testing.rank_pool import RankPool

@@ -13,7 +13,7 @@ from verl_engine.contract.errors import ModelError
 from verl_engine.testing.conformance.driver import Driver
 from verl_engine.testing.conformance.reference import load_reference, make_sequences, masked_log_probs
 from verl_engine.testing.ranks import run_ranks
-from verl_fsdp.attention import packed_attention
+from verl_fsdp.forward.attention import packed_attention
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -85,7 +85,7 @@ def test_attention_refuses_what_it_would_compute_wrongly(name: str) -> None:
 @pytest.mark.parametrize("content", ["nothing", "garbage"])
 def test_a_folder_without_a_model_is_refused(tmp_path: Path, content: str) -> None:
     from verl_fsdp.config import Fsdp2Config
-    from verl_fsdp.model import load_model
+    from verl_fsdp.model.loading import load_model
 
     if content == "garbage":
         (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')

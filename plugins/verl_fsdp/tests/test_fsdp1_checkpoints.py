@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from verl_engine.contract.errors import UnsupportedError
-from verl_engine.engine.checkpoint_store import CheckpointStore
+from verl_engine.engine.checkpoints.store import CheckpointStore
 from verl_engine.testing.conformance.driver import Driver, differences
 from verl_engine.testing.conformance.reference import furthest, make_sequences
 from verl_engine.testing.rank_pool import RankPool

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from plugins.verl_fsdp.tests.gradient_view import look_instead_of_stepping
 from verl_engine.contract.errors import UnsupportedError
 from verl_engine.engine.base import WeightShard
-from verl_engine.engine.weight_shards import assemble_weights
+from verl_engine.engine.weights.shards import assemble_weights
 from verl_engine.testing.conformance.driver import Driver, same
 from verl_engine.testing.conformance.reference import make_sequences, relative_error
 from verl_engine.testing.rank_pool import RankPool

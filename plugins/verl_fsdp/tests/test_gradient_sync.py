@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from verl_engine.batch.packed import PackedBatch
     from verl_engine.engine.base import TokenOutput
     from verl_fsdp.fsdp2.engine import Fsdp2Engine
-    from verl_fsdp.held_gradients import SyncChoice
+    from verl_fsdp.update.held_gradients import SyncChoice
 
 pytestmark = pytest.mark.dist
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from verl_engine.testing.ranks import run_ranks
-from verl_fsdp.grad_norm import clip_gradients, grad_norm, sum_replicated_gradients
+from verl_fsdp.update.grad_norm import clip_gradients, grad_norm, sum_replicated_gradients
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

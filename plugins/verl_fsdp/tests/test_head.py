@@ -19,9 +19,9 @@ from verl_engine.testing.largest_tensor import LargestTensor
 from verl_engine.testing.ranks import run_ranks
 from verl_engine.testing.tiny_models import tiny_config, write_tiny_model
 from verl_fsdp.config import Fsdp2Config
-from verl_fsdp.forward import ModelRun
-from verl_fsdp.head import LanguageHead
-from verl_fsdp.output_layer import ending_of, forward_of
+from verl_fsdp.forward.head import LanguageHead
+from verl_fsdp.forward.micro_batch import ModelRun
+from verl_fsdp.forward.output_layer import ending_of, forward_of
 
 if TYPE_CHECKING:
     from pathlib import Path

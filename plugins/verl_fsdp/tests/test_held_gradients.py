@@ -12,7 +12,7 @@ import torch
 from verl_engine.contract.validation import validate
 from verl_engine.testing.rank_pool import RankPool
 from verl_fsdp.config import Fsdp2Config
-from verl_fsdp.held_gradients import SyncChoice, choose_sync
+from verl_fsdp.update.held_gradients import SyncChoice, choose_sync
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

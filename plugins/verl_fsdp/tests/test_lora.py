@@ -17,10 +17,10 @@ import transformers
 from plugins.verl_fsdp.tests.refusals import message_of
 from verl_engine.contract.engine_config import LoraConfig
 from verl_engine.contract.errors import ModelError
-from verl_engine.engine.checkpoint_store import CheckpointStore
-from verl_engine.engine.module_weights import local_tensors
-from verl_engine.engine.weight_bucket import plan_buckets, read_bucket, write_bucket
-from verl_engine.engine.weight_shards import part_of, place_of
+from verl_engine.engine.checkpoints.store import CheckpointStore
+from verl_engine.engine.weights.bucket import plan_buckets, read_bucket, write_bucket
+from verl_engine.engine.weights.module_weights import local_tensors
+from verl_engine.engine.weights.shards import part_of, place_of
 from verl_engine.testing.conformance.driver import Driver, same
 from verl_engine.testing.conformance.gradient_probe import PROBE_SETTINGS
 from verl_engine.testing.conformance.reference import (
@@ -31,7 +31,7 @@ from verl_engine.testing.conformance.reference import (
     relative_error,
 )
 from verl_engine.testing.ranks import run_ranks
-from verl_fsdp import lora
+from verl_fsdp.model import lora
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -364,7 +364,7 @@ import sys
 import verl_fsdp.hooks, verl_fsdp.fsdp2.engine
 print("peft" in sys.modules)
 sys.modules["peft"] = None
-from verl_fsdp.lora import import_peft
+from verl_fsdp.model.lora import import_peft
 import_peft()
 """
 

@@ -19,8 +19,8 @@ from verl_engine.testing.conformance.reference import load_reference, make_seque
 from verl_engine.testing.rank_pool import RankPool
 from verl_engine.testing.tiny_models import tiny_config, write_absolute_position_model, write_tiny_model
 from verl_fsdp.config import Fsdp2Config
-from verl_fsdp.materialize import Materializer
-from verl_fsdp.model import load_model
+from verl_fsdp.model.loading import load_model
+from verl_fsdp.model.materialize import Materializer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

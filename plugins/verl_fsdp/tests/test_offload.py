@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from verl_engine.batch.packed import PackedBatch
 from verl_engine.contract.errors import UnsupportedError
-from verl_engine.engine.checkpoint_store import CheckpointStore
+from verl_engine.engine.checkpoints.store import CheckpointStore
 from verl_engine.engine.offload import Offload
 from verl_engine.testing.conformance.driver import Driver, differences
 from verl_engine.testing.conformance.reference import make_sequences, masked_log_probs, weighted_loss

@@ -17,7 +17,7 @@ from verl_engine.testing.conformance.driver import Driver
 from verl_engine.testing.conformance.reference import accumulate, load_reference, make_sequences
 from verl_engine.testing.ranks import run_ranks
 from verl_fsdp.config import Fsdp2Config
-from verl_fsdp.optimizer import build_optimizer, find_class, parameter_groups
+from verl_fsdp.update.optimizer import build_optimizer, find_class, parameter_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

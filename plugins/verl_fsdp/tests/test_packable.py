@@ -10,9 +10,9 @@ import transformers
 
 from verl_engine.batch.packed import SegmentRun
 from verl_engine.contract.errors import ModelError
-from verl_fsdp.attention import packed_attention
 from verl_fsdp.config import Fsdp2Config
-from verl_fsdp.packable import check_packable
+from verl_fsdp.forward.attention import packed_attention
+from verl_fsdp.model.packable import check_packable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -26,9 +26,9 @@ from verl_engine.testing.conformance.reference import (
     weighted_loss,
 )
 from verl_engine.testing.rank_pool import RankError, RankPool
-from verl_fsdp.attention import packed_attention
 from verl_fsdp.config import Fsdp2Config
-from verl_fsdp.sequence_parallel import slice_tokens, sum_over_group
+from verl_fsdp.forward.attention import packed_attention
+from verl_fsdp.forward.sequence_parallel import slice_tokens, sum_over_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

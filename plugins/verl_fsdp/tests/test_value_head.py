@@ -18,7 +18,7 @@ from verl_engine.testing.conformance.values import sequence_values
 from verl_engine.testing.ranks import run_ranks
 from verl_engine.testing.tiny_models import tiny_config, write_tiny_critic
 from verl_fsdp.config import Fsdp2Config
-from verl_fsdp.model import load_model
+from verl_fsdp.model.loading import load_model
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor
 from plugins.verl_fsdp.tests.refusals import message_of
 from verl_engine.contract.errors import WeightsError
 from verl_engine.contract.validation import validate
-from verl_engine.engine.weight_bucket import plan_buckets, read_bucket, write_bucket
-from verl_engine.engine.weight_shards import ChangedShards, assemble_weights
+from verl_engine.engine.weights.bucket import plan_buckets, read_bucket, write_bucket
+from verl_engine.engine.weights.shards import ChangedShards, assemble_weights
 from verl_engine.testing.conformance.driver import Driver
 from verl_engine.testing.conformance.reference import load_reference, make_sequences
 from verl_engine.testing.ranks import run_ranks
 from verl_engine.testing.tiny_models import write_tiny_model
 from verl_fsdp.config import Fsdp2Config
-from verl_fsdp.model import load_model
+from verl_fsdp.model.loading import load_model
 
 if TYPE_CHECKING:
     from pathlib import Path

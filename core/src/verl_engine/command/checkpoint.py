@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from verl_engine.command.parser import command_parser
 from verl_engine.contract.errors import ConfigError, PluginImportError, WeightsError
-from verl_engine.engine.checkpoint_folders import MANIFEST, folder_bytes, step_folder, whole_steps
-from verl_engine.engine.checkpoint_manifest import CheckpointManifest
+from verl_engine.engine.checkpoints.folders import MANIFEST, folder_bytes, step_folder, whole_steps
+from verl_engine.engine.checkpoints.manifest import CheckpointManifest
 
 if TYPE_CHECKING:
     import argparse
@@ -127,7 +127,7 @@ def _export(arguments: Sequence[str], program: str) -> int:
 
 def _write(folder: Path, options: argparse.Namespace) -> int:
     try:
-        from verl_engine.engine.checkpoint_export import export_checkpoint  # imports torch
+        from verl_engine.engine.checkpoints.export import export_checkpoint  # imports torch
     except ImportError as error:
         raise PluginImportError(f"an export needs torch, which cannot be imported: {error}") from error
 

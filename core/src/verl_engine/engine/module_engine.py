@@ -11,9 +11,10 @@ import torch
 from verl_engine.contract.errors import UnsupportedError
 from verl_engine.contract.optimizer_step import OptimizerStep
 from verl_engine.engine.base import DataParallel, Engine
-from verl_engine.engine.checkpoint_module import load_module_state, module_state
+from verl_engine.engine.checkpoints.module import load_module_state, module_state
 from verl_engine.engine.lr_schedule import lr_multiplier
-from verl_engine.engine.module_weights import (
+from verl_engine.engine.offload import PARTS, GradientSlot, Offload
+from verl_engine.engine.weights.module_weights import (
     exported_tensors,
     full_weights,
     load_full_weights,
@@ -23,7 +24,6 @@ from verl_engine.engine.module_weights import (
     weight_shards,
     weight_specs,
 )
-from verl_engine.engine.offload import PARTS, GradientSlot, Offload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from verl_engine.batch.packed import PackedBatch
     from verl_engine.contract.engine_config import EngineConfig
     from verl_engine.engine.base import LossFn, WeightShard, WeightSpec
-    from verl_engine.engine.checkpoint_module import Stateful
+    from verl_engine.engine.checkpoints.module import Stateful
     from verl_engine.engine.device import Device
     from verl_engine.engine.loss_scaler import LossScaler
-    from verl_engine.engine.module_weights import Exported
+    from verl_engine.engine.weights.module_weights import Exported
 
 
 class ModuleEngine(Engine):

@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from verl_engine.batch.packed import PackedBatch
 from verl_engine.contract.errors import PluginError, TrainingDivergedError, UnsupportedError
-from verl_engine.engine.checkpoint_store import CheckpointInfo, CheckpointStore
+from verl_engine.engine.checkpoints.store import CheckpointInfo, CheckpointStore
 from verl_engine.engine.device import Device
-from verl_engine.engine.snapshots import Snapshots
+from verl_engine.engine.snapshots.manager import Snapshots
 from verl_engine.engine.train_step import StepReport, train_step
-from verl_engine.engine.weight_bucket import WeightBucket, plan_buckets, write_bucket
+from verl_engine.engine.weights.bucket import WeightBucket, plan_buckets, write_bucket
 from verl_engine.host.backend_host import BackendHost
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from verl_engine.batch.sequence import Sequence
     from verl_engine.contract.engine_config import EngineConfig
     from verl_engine.engine.base import DataParallel, Engine, LossFn
-    from verl_engine.engine.shared_snapshot import SnapshotHandle
+    from verl_engine.engine.snapshots.shared import SnapshotHandle
 
 
 class EngineWorker:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from verl_engine.contract.engine_config import EngineConfig
     from verl_engine.contract.optimizer_step import OptimizerStep
     from verl_engine.engine.base import Engine
-    from verl_engine.engine.snapshots import WeightSnapshot
+    from verl_engine.engine.snapshots.weight_snapshot import WeightSnapshot
 
 
 class BackendHost:

@@ -16,14 +16,14 @@ from verl_engine.contract.errors import UnsupportedError
 from verl_engine.engine.device import Device
 from verl_engine.engine.loss_scaler import LossScaler
 from verl_engine.engine.module_engine import ModuleEngine
-from verl_engine.engine.module_weights import Exported, full_weights
-from verl_fsdp.forward import forward
-from verl_fsdp.head import make_head
-from verl_fsdp.lora import adapters_disabled, low_rank_exports, save_adapter
+from verl_engine.engine.weights.module_weights import Exported, full_weights
+from verl_fsdp.forward.head import make_head
+from verl_fsdp.forward.micro_batch import forward
 from verl_fsdp.mesh import build_meshes
-from verl_fsdp.model import load_model
-from verl_fsdp.optimizer import build_optimizer
-from verl_fsdp.packable import check_packable
+from verl_fsdp.model.loading import load_model
+from verl_fsdp.model.lora import adapters_disabled, low_rank_exports, save_adapter
+from verl_fsdp.model.packable import check_packable
+from verl_fsdp.update.optimizer import build_optimizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from verl_engine.contract.optimizer_step import OptimizerStep
-    from verl_engine.engine.snapshots import WeightSnapshot
+    from verl_engine.engine.snapshots.weight_snapshot import WeightSnapshot
     from verl_fsdp.engine import ShardedEngine
     from verl_fsdp.fsdp2.engine import Fsdp2Engine
 

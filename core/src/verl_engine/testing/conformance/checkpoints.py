@@ -10,8 +10,8 @@ from unittest import mock
 import torch
 
 from verl_engine.contract.errors import WeightsError
-from verl_engine.engine.checkpoint_store import CheckpointStore
-from verl_engine.engine.checkpoint_writer import CheckpointWriter
+from verl_engine.engine.checkpoints.store import CheckpointStore
+from verl_engine.engine.checkpoints.writer import CheckpointWriter
 from verl_engine.testing.conformance.check import Check, all_ranks, one_rank
 from verl_engine.testing.conformance.driver import differences
 from verl_engine.testing.conformance.reference import furthest, make_sequences

@@ -8,7 +8,7 @@ import torch
 
 from verl_engine.batch.packed import PackedBatch
 from verl_engine.contract.validation import validate
-from verl_engine.engine.snapshots import Snapshots
+from verl_engine.engine.snapshots.manager import Snapshots
 from verl_engine.engine.worker import EngineWorker
 from verl_engine.host.backend_host import BackendHost
 from verl_engine.testing.conformance.reference import weighted_loss

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from verl_engine.engine.checkpoint_store import CheckpointStore
+from verl_engine.engine.checkpoints.store import CheckpointStore
 from verl_engine.testing.conformance.check import Check, all_ranks
 from verl_engine.testing.conformance.driver import differences
 from verl_engine.testing.conformance.reference import make_sequences, weighted_loss

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from verl_engine.contract.errors import WeightsError
-from verl_engine.engine.snapshot_layout import weights_checksum
+from verl_engine.engine.snapshots.layout import weights_checksum
 from verl_engine.testing.conformance.check import Check, all_ranks
 from verl_engine.testing.conformance.driver import differences
 from verl_engine.testing.conformance.reference import make_sequences
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _READER: Final = """
 import pickle, sys
-from verl_engine.engine.shared_snapshot import SnapshotReader
+from verl_engine.engine.snapshots.shared import SnapshotReader
 content = SnapshotReader(pickle.load(sys.stdin.buffer)).newest()
 print(content.version, content.checksum())
 """

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl_engine.contract.errors import WeightsError
-from verl_engine.engine.weight_shards import assemble_weights
+from verl_engine.engine.weights.shards import assemble_weights
 from verl_engine.testing.conformance.check import Check, all_ranks
 from verl_engine.testing.conformance.driver import differences, same
 from verl_engine.testing.conformance.reference import load_reference, make_sequences

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from verl_engine.batch.sequence import Sequence
     from verl_engine.engine.base import LossFn
     from verl_engine.engine.train_step import StepReport
-    from verl_engine.engine.weight_bucket import WeightBucket
+    from verl_engine.engine.weights.bucket import WeightBucket
 
 ShareBatches = list[list[list["Sequence"]]]
 """``batches[share][micro_batch]``: the sequences of one micro-batch of one share of the data."""

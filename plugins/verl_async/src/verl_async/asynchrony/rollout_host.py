@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 from verl_async.asynchrony.actors import Acknowledgement
 from verl_async.asynchrony.shared_slots import SharedSlots
-from verl_engine.engine.weight_bucket import combine_checksums, read_bucket
+from verl_engine.engine.weights.bucket import combine_checksums, read_bucket
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
     from verl_async.rollout.interface import Generation, GenerationRequest, RolloutEngine
-    from verl_engine.engine.weight_bucket import WeightBucket
+    from verl_engine.engine.weights.bucket import WeightBucket
 
 
 class RolloutHost:

@@ -11,7 +11,7 @@ from verl_async.asynchrony.shared_slots import SharedSlots
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from verl_engine.engine.weight_bucket import WeightBucket
+    from verl_engine.engine.weights.bucket import WeightBucket
     from verl_engine.engine.worker import EngineWorker
 
 

@@ -11,7 +11,7 @@ from verl_async.asynchrony.actors import Acknowledgement
 from verl_async.asynchrony.shared_slots import NUM_SLOTS
 from verl_async.asynchrony.waiting import TimeLimit, end, together, within
 from verl_engine.contract.errors import WeightsError
-from verl_engine.engine.weight_bucket import combine_checksums
+from verl_engine.engine.weights.bucket import combine_checksums
 
 if TYPE_CHECKING:
     from verl_async.asynchrony.actors import BucketDelivery, RolloutClient, RolloutWorker, Trainer

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from verl_async.asynchrony.actors import Acknowledgement, BucketDelivery
     from verl_async.config import RolloutConfig
     from verl_async.rollout.interface import Generation, GenerationRequest
-    from verl_engine.engine.weight_bucket import WeightBucket
+    from verl_engine.engine.weights.bucket import WeightBucket
 
 ROLLOUTS_GROUP = "verl_async.rollouts"
 

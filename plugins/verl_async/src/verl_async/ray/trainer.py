@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from verl_engine.contract.engine_config import EngineConfig
     from verl_engine.engine.base import LossFn
     from verl_engine.engine.train_step import StepReport
-    from verl_engine.engine.weight_bucket import WeightBucket
+    from verl_engine.engine.weights.bucket import WeightBucket
 
 
 class TrainerActor:

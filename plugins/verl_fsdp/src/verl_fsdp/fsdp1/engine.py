@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
-from verl_engine.engine.module_weights import Exported, local_tensors
+from verl_engine.engine.weights.module_weights import Exported, local_tensors
 from verl_fsdp.engine import ShardedEngine
 from verl_fsdp.fsdp1.flat_unit import flat_units
 from verl_fsdp.fsdp1.gradient_sync import (
@@ -22,9 +22,9 @@ from verl_fsdp.fsdp1.parallelize import shard
 from verl_fsdp.fsdp1.state import load_model_state, load_optimizer_state, model_state, optimizer_state
 from verl_fsdp.fsdp1.weight_table import clean_name
 from verl_fsdp.fsdp1.weights import FlatWeights
-from verl_fsdp.grad_norm import clip_gradients, grad_norm
-from verl_fsdp.held_gradients import choose_sync
-from verl_fsdp.lora import low_rank_exports
+from verl_fsdp.model.lora import low_rank_exports
+from verl_fsdp.update.grad_norm import clip_gradients, grad_norm
+from verl_fsdp.update.held_gradients import choose_sync
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

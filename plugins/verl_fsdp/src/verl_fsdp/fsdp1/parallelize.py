@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
-from verl_fsdp.blocks import blocks
-from verl_fsdp.compiled import compile_block
 from verl_fsdp.fsdp1.weight_table import WeightTable
-from verl_fsdp.materialize import Materializer
+from verl_fsdp.model.blocks import blocks
+from verl_fsdp.model.compiled import compile_block
+from verl_fsdp.model.materialize import Materializer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -11,7 +11,7 @@ import torch
 
 from verl_engine.contract.errors import UnsupportedError, WeightsError
 from verl_engine.engine.base import WeightShard
-from verl_engine.engine.module_weights import Exported, LowRank, merged
+from verl_engine.engine.weights.module_weights import Exported, LowRank, merged
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

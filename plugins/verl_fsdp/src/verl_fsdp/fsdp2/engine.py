@@ -15,8 +15,8 @@ from verl_fsdp.fsdp2.gradient_sync import (
     recover_from_abandoned_pass,
 )
 from verl_fsdp.fsdp2.parallelize import shard
-from verl_fsdp.grad_norm import clip_gradients, grad_norm
-from verl_fsdp.held_gradients import choose_sync
+from verl_fsdp.update.grad_norm import clip_gradients, grad_norm
+from verl_fsdp.update.held_gradients import choose_sync
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

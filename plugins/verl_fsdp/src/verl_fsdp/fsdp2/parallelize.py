@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from verl_fsdp.blocks import blocks, outermost
-from verl_fsdp.compiled import compile_block
-from verl_fsdp.materialize import Materializer
+from verl_fsdp.model.blocks import blocks, outermost
+from verl_fsdp.model.compiled import compile_block
+from verl_fsdp.model.materialize import Materializer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -14,13 +14,13 @@ import torch
 from verl_engine.contract.errors import ModelError
 from verl_engine.engine.linear_log_probs import linear_log_probs
 from verl_engine.engine.output_from_logits import figures_from_logits
-from verl_fsdp.output_layer import ending_of, forward_of
+from verl_fsdp.forward.output_layer import ending_of, forward_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from verl_fsdp.config import ShardedConfig
-    from verl_fsdp.forward import ModelRun
+    from verl_fsdp.forward.micro_batch import ModelRun
 
 _LOG = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AttentionInterface
 
-from verl_fsdp.attention import PACKED_ATTENTION, packed_attention
+from verl_fsdp.forward.attention import PACKED_ATTENTION, packed_attention
 
 if TYPE_CHECKING:
     from verl_fsdp.config import ShardedConfig

@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from verl_engine.contract.errors import WeightsError
-from verl_engine.engine.checkpoint_folders import require_whole
-from verl_engine.engine.checkpoint_writer import WEIGHTS, missing_part
+from verl_engine.engine.checkpoints.folders import require_whole
+from verl_engine.engine.checkpoints.writer import WEIGHTS, missing_part
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl_engine.engine.token_output import TokenOutput
-from verl_fsdp.sequence_parallel import slice_tokens, sum_over_group
+from verl_fsdp.forward.sequence_parallel import slice_tokens, sum_over_group
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
     from verl_engine.batch.packed import PackedBatch
     from verl_fsdp.config import ShardedConfig
-    from verl_fsdp.head import Head
+    from verl_fsdp.forward.head import Head
 
 
 @dataclass(frozen=True, slots=True)

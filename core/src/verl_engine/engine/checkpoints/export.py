@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from verl_engine.contract.errors import ConfigError, PluginImportError, WeightsError
-from verl_engine.engine.checkpoint_folders import sync_folder, write_file
-from verl_engine.engine.checkpoint_manifest import MODEL_FOLDER, CheckpointManifest, copy_model_files
-from verl_engine.engine.checkpoint_reader import CheckpointReader
-from verl_engine.engine.module_weights import LowRank, merged
+from verl_engine.engine.checkpoints.folders import sync_folder, write_file
+from verl_engine.engine.checkpoints.manifest import MODEL_FOLDER, CheckpointManifest, copy_model_files
+from verl_engine.engine.checkpoints.reader import CheckpointReader
+from verl_engine.engine.weights.module_weights import LowRank, merged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

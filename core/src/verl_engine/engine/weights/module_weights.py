@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from verl_engine.contract.errors import UnsupportedError, WeightsError
 from verl_engine.engine.base import WeightShard, WeightSpec
-from verl_engine.engine.weight_shards import part_of, place_of
+from verl_engine.engine.weights.shards import part_of, place_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

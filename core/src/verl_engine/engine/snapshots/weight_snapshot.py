@@ -8,15 +8,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from verl_engine.contract.errors import WeightsError
-from verl_engine.engine.shared_snapshot import SharedSlot
-from verl_engine.engine.snapshot_layout import Layout, spread_sample, weights_checksum
-from verl_engine.engine.snapshot_memory import SnapshotKind, SnapshotMemory
+from verl_engine.engine.snapshots.layout import Layout, spread_sample, weights_checksum
+from verl_engine.engine.snapshots.memory import SnapshotKind, SnapshotMemory
+from verl_engine.engine.snapshots.shared import SharedSlot
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from verl_engine.engine.shared_snapshot import SnapshotHandle
-    from verl_engine.engine.snapshot_slot import Slot
+    from verl_engine.engine.snapshots.shared import SnapshotHandle
+    from verl_engine.engine.snapshots.slot import Slot
 
 
 class _Source(NamedTuple):

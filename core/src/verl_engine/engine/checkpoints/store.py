@@ -14,19 +14,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from verl_engine.contract.errors import ConfigError, EngineError, StuckError, WeightsError
-from verl_engine.engine import checkpoint_folders as folders
-from verl_engine.engine.checkpoint_manifest import MODEL_FOLDER, CheckpointManifest, check_user_state, copy_model_files
-from verl_engine.engine.checkpoint_ranks import CheckpointRanks
-from verl_engine.engine.checkpoint_reader import CheckpointReader
-from verl_engine.engine.checkpoint_writer import CheckpointWriter, StagingMemory, plan_checkpoint, saved_weights
-from verl_engine.engine.rng_state import restore_rng, rng_state, seed_anew
+from verl_engine.engine.checkpoints import folders
+from verl_engine.engine.checkpoints.manifest import MODEL_FOLDER, CheckpointManifest, check_user_state, copy_model_files
+from verl_engine.engine.checkpoints.ranks import CheckpointRanks
+from verl_engine.engine.checkpoints.reader import CheckpointReader
+from verl_engine.engine.checkpoints.rng_state import restore_rng, rng_state, seed_anew
+from verl_engine.engine.checkpoints.writer import CheckpointWriter, StagingMemory, plan_checkpoint, saved_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from verl_engine.contract.engine_config import EngineConfig
     from verl_engine.engine.base import Engine
-    from verl_engine.engine.checkpoint_writer import CheckpointPlanner
+    from verl_engine.engine.checkpoints.writer import CheckpointPlanner
 
 _log: Final = logging.getLogger(__name__)
 

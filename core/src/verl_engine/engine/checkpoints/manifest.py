@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from verl_engine import __version__
 from verl_engine.contract.errors import ConfigError, WeightsError
 from verl_engine.contract.names import BACKENDS_GROUP
-from verl_engine.engine.checkpoint_folders import MANIFEST, require_whole, write_file
+from verl_engine.engine.checkpoints.folders import MANIFEST, require_whole, write_file
 from verl_engine.host.catalog import list_plugins
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from verl_engine.contract.errors import ModelError
-from verl_fsdp.attention import PACKED_ATTENTION
-from verl_fsdp.lora import inject_adapters
-from verl_fsdp.value_head import auto_class, load_arguments, what_it_is
+from verl_fsdp.forward.attention import PACKED_ATTENTION
+from verl_fsdp.model.lora import inject_adapters
+from verl_fsdp.model.value_head import auto_class, load_arguments, what_it_is
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,8 +30,8 @@ def load_model(config: ShardedConfig, model_folder: Path) -> PreTrainedModel:
     """Load the model on the CPU of rank 0, and build the same one without weights on the others.
 
     Only rank 0 reads the folder, so the memory of a machine does not grow with its ranks. The others' parameters and
-    buffers are on the meta device; `verl_fsdp.materialize` fills them. Weights are float32, or ``param_dtype`` where
-    there is nothing to train. What the folder lacks is drawn by ``seed``. The process's own random numbers are left
+    buffers are on the meta device; `verl_fsdp.model.materialize` fills them. Weights are float32, or ``param_dtype``
+    where there is nothing to train. What the folder lacks is drawn by ``seed``. The process's own random numbers are left
     alone.
 
     Raises:

@@ -11,7 +11,7 @@ import torch
 from verl_engine.contract.errors import WeightsError
 
 if TYPE_CHECKING:
-    from verl_engine.engine.snapshot_layout import Layout
+    from verl_engine.engine.snapshots.layout import Layout
 
 _HUGE_PAGES: Final[int | None] = getattr(mmap, "MADV_HUGEPAGE", None)
 

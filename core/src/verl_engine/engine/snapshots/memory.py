@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Literal
 
 from verl_engine.contract.errors import WeightsError
 from verl_engine.engine.device import Device
-from verl_engine.engine.shared_snapshot import SharedSlot
-from verl_engine.engine.snapshot_slot import PrivateSlot, Slot
+from verl_engine.engine.snapshots.shared import SharedSlot
+from verl_engine.engine.snapshots.slot import PrivateSlot, Slot
 
 if TYPE_CHECKING:
-    from verl_engine.engine.snapshot_layout import Layout
+    from verl_engine.engine.snapshots.layout import Layout
 
 SnapshotKind = Literal["private", "shared"]
 """See ``engine.snapshot_memory``."""

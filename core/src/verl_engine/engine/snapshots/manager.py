@@ -9,16 +9,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from verl_engine.contract.errors import WeightsError
-from verl_engine.engine.snapshot_memory import SnapshotKind, SnapshotMemory
-from verl_engine.engine.weight_snapshot import WeightSnapshot
-
-__all__ = ["Snapshots", "WeightSnapshot"]
+from verl_engine.engine.snapshots.memory import SnapshotKind, SnapshotMemory
+from verl_engine.engine.snapshots.weight_snapshot import WeightSnapshot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from verl_engine.engine.base import Engine
-    from verl_engine.engine.shared_snapshot import SnapshotHandle
+    from verl_engine.engine.snapshots.shared import SnapshotHandle
     from verl_engine.host.backend_host import BackendHost
 
 

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from verl_engine.contract.errors import WeightsError
-from verl_engine.engine.checkpoint_manifest import SavedWeight
+from verl_engine.engine.checkpoints.manifest import SavedWeight
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan
     from torch.distributed.checkpoint.storage import WriteResult
 
-    from verl_engine.engine.checkpoint_ranks import CheckpointRanks
+    from verl_engine.engine.checkpoints.ranks import CheckpointRanks
 
 WEIGHTS: Final = "model."
 """What the keys of weights begin with."""

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from verl_engine.contract.errors import ModelError
-from verl_fsdp.sequence_parallel import trade_heads_for_tokens, trade_tokens_for_heads
+from verl_fsdp.forward.sequence_parallel import trade_heads_for_tokens, trade_tokens_for_heads
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -19,13 +19,13 @@ import numpy as np
 import torch
 
 from verl_engine.contract.errors import WeightsError
-from verl_engine.engine.shared_file import SharedFile
-from verl_engine.engine.snapshot_layout import weights_checksum
+from verl_engine.engine.snapshots.layout import weights_checksum
+from verl_engine.engine.snapshots.shared_file import SharedFile
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from verl_engine.engine.snapshot_layout import Layout
+    from verl_engine.engine.snapshots.layout import Layout
 
 _HEADER_BYTES: Final = 4096
 _MAGIC: Final = 0x76657267_736E6170

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 
 from verl_engine.contract.errors import ModelError
-from verl_engine.engine.module_weights import Exported, LowRank, kept_by_first_rank, write_folder
+from verl_engine.engine.weights.module_weights import Exported, LowRank, kept_by_first_rank, write_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -1,0 +1,1 @@
+"""Weights kept aside on the CPU, at the speed of memory."""

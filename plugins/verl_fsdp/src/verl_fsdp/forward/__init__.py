@@ -1,0 +1,1 @@
+"""A micro-batch through the model, to the figures of each token."""

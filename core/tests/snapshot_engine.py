@@ -11,7 +11,6 @@ from verl_engine import BackendHost, BackendSpec, EngineConfig, OptimizerStep, h
 from verl_engine.engine.device import Device
 from verl_engine.engine.module_engine import ModuleEngine
 from verl_engine.engine.snapshots.manager import Snapshots
-from verl_engine.engine.snapshots.weight_snapshot import WeightSnapshot
 from verl_engine.engine.token_output import TokenOutput
 
 if TYPE_CHECKING:
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from verl_engine.batch.packed import PackedBatch
+    from verl_engine.engine.snapshots.weight_snapshot import WeightSnapshot
 
 
 class Model(torch.nn.Module):

@@ -31,8 +31,8 @@ def load_model(config: ShardedConfig, model_folder: Path) -> PreTrainedModel:
 
     Only rank 0 reads the folder, so the memory of a machine does not grow with its ranks. The others' parameters and
     buffers are on the meta device; `verl_fsdp.model.materialize` fills them. Weights are float32, or ``param_dtype``
-    where there is nothing to train. What the folder lacks is drawn by ``seed``. The process's own random numbers are left
-    alone.
+    where there is nothing to train. What the folder lacks is drawn by ``seed``. The process's own random numbers are
+    left alone.
 
     Raises:
         ModelError: the folder does not hold such a model; the cause is chained on rank 0, and every rank raises it.

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+from verl_engine.contract.errors import UnsupportedError
 from verl_engine.testing.conformance.driver import Driver
 from verl_engine.testing.conformance.reference import (
     accumulate,
@@ -19,6 +20,8 @@ from verl_engine.testing.conformance.reference import (
 )
 from verl_engine.testing.rank_pool import RankPool
 from verl_engine.testing.tiny_models import tiny_config
+from verl_fsdp.config import Fsdp2Config
+from verl_fsdp.model import compiled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -101,11 +104,13 @@ def test_gradient_is_that_of_one_process(model_folder: Path, ranks: RankPool, wa
     require_gradient(ranks, model_folder, WAYS[way])
 
 
-def compiled_on_rank(rank: int, folder: Path, world_size: int, settings: dict[str, Any]) -> list[int]:
-    """Compare with the gradient of one process; return how many graphs there are after each of five steps."""
+def compiled_on_rank(rank: int, folder: Path, world_size: int) -> list[int]:
+    """With activation checkpointing, which runs each graph twice, compare with the gradient of one process; return how many graphs there are after each of five steps."""
     from torch._dynamo.utils import counters
 
-    driver, engine = build(rank, folder, world_size, compile=True, **settings)
+    driver, engine = build(
+        rank, folder, world_size, compile=True, compile_backend="aot_eager", activation_checkpointing=True
+    )
     assert not [name for name in engine.parameters if "_orig_mod" in name]
     assert not [spec.name for spec in engine.weight_specs() if "_orig_mod" in spec.name]
     found: list[dict[str, torch.Tensor]] = []
@@ -120,17 +125,21 @@ def compiled_on_rank(rank: int, folder: Path, world_size: int, settings: dict[st
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [{"compile_backend": "eager"}, {"compile_backend": "aot_eager", "activation_checkpointing": True}],
-    ids=["alone", "checkpointed"],
-)
 def test_compiled_blocks_fit_every_micro_batch_and_give_the_gradient_of_one_process(
-    model_folder: Path, ranks: RankPool, settings: dict[str, Any]
+    model_folder: Path, ranks: RankPool
 ) -> None:
-    for graphs in ranks.run(compiled_on_rank, model_folder, ranks.world_size, settings, timeout_s=280.0):
+    for graphs in ranks.run(compiled_on_rank, model_folder, ranks.world_size, timeout_s=280.0):
         # Where sequences lie differs in each of ten micro-batches; torch would give up after graphs for eight.
         assert graphs[-1] == graphs[1]
+
+
+def test_two_backends_of_torch_compile_in_a_process_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "_backends_used", {"eager"})
+    with pytest.raises(
+        UnsupportedError, match=r"^engine\.compile_backend=inductor: .* with eager, .* use one for both$"
+    ):
+        compiled.compile_block(torch.nn.Linear(2, 2), Fsdp2Config(compile=True))
+    compiled.compile_block(torch.nn.Linear(2, 2), Fsdp2Config(compile=True, compile_backend="eager"))
 
 
 HYBRID: Final[dict[str, dict[str, Any]]] = {

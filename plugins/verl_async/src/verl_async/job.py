@@ -64,6 +64,7 @@ def _load(job_class: type[_Job], recipe: Path, overrides: Sequence[str]) -> _Job
         engine = _engine(data.get("engine"), _optimizer_steps(job))
         if job is not None:
             _check_shares(job, engine)
+            _check_use(engine)
             _check_old_log_probs(job, engine)
     except EngineError as error:
         faults.insert(0, error)
@@ -82,7 +83,35 @@ def _check_shares(job: TrainJob | SftJob, engine: EngineConfig) -> None:
         over = f"trainer.num_ranks={num_ranks}"
         if num_shares < num_ranks:
             over = f"the {num_shares} shares of the data that {over} ranks compute"
-        raise ConfigError(f"{what} do not divide over {over}; make it a multiple")
+        raise ConfigError(f"{what} do not divide over {over}; make it a multiple of {num_shares}")
+
+
+def _check_use(engine: EngineConfig) -> None:
+    """Refuse what a job cannot train, or would compute for nothing."""
+    faults: list[EngineError] = []
+    if engine.head != "language_model":
+        faults.append(
+            ConfigError(
+                f"engine.head={engine.head}: a job trains a language model, and a critic gives no log-probs; use "
+                "language_model, and train critics in a loop of your own"
+            )
+        )
+    if engine.forward_only:
+        faults.append(
+            ConfigError(
+                "engine.forward_only=true: a job trains its engine, and this one could not be trained; use false, and "
+                "run reference policies in a loop of your own"
+            )
+        )
+    if engine.entropy != "off":
+        faults.append(
+            ConfigError(
+                f"engine.entropy={engine.entropy}: no loss of a job takes an entropy, so it would be computed for "
+                "nothing; use off, and give your loss an entropy in a loop of your own"
+            )
+        )
+    if faults:
+        raise _combined(faults)
 
 
 def _check_old_log_probs(job: TrainJob | SftJob, engine: EngineConfig) -> None:

@@ -66,7 +66,7 @@ class ShardedConfig(EngineConfig):
     compile: bool = False
     """Compile each block with torch.compile: the first step takes long, later ones are faster on accelerators."""
     compile_backend: str = "inductor"
-    """torch.compile's backend."""
+    """torch.compile's backend; the same for all engines of a process."""
 
     optimizer: str = "torch.optim.AdamW"
     """Dotted path of the optimizer's class. AdamW gets ``betas``, ``eps`` and its fused form where there is one; any

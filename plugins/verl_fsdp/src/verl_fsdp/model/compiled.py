@@ -7,16 +7,33 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AttentionInterface
 
+from verl_engine.contract.errors import UnsupportedError
 from verl_fsdp.forward.attention import PACKED_ATTENTION, packed_attention
 
 if TYPE_CHECKING:
     from verl_fsdp.config import ShardedConfig
 
 
+_backends_used: set[str] = set()
+"""Of torch.compile, by all engines of this process."""
+
+
 def compile_block(block: torch.nn.Module, config: ShardedConfig) -> None:
-    """Compile a block in place, before it is sharded; its weights keep their names. No effect unless configured."""
+    """Compile a block in place, before it is sharded; its weights keep their names. No effect unless configured.
+
+    Raises:
+        UnsupportedError: an engine of this process was compiled by another backend.
+    """
     if not config.compile:
         return
+    _backends_used.add(config.compile_backend)
+    if len(_backends_used) > 1:
+        _backends_used.remove(config.compile_backend)
+        # torch keeps graphs by code, not by engine; a checkpoint's recomputation may take the other backend's.
+        raise UnsupportedError(
+            f"engine.compile_backend={config.compile_backend}: an engine of this process was compiled with "
+            f"{', '.join(_backends_used)}, and torch mixes up their graphs; use one for both"
+        )
     # Where sequences lie differs from one micro-batch to the next: a graph with attention in it would be compiled anew
     # for each, and after eight of them torch gives up and runs uncompiled.
     AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention))

@@ -143,7 +143,7 @@ def measure(rank: int, folder: Path, rounds: int) -> tuple[dict[str, list[float]
 def main() -> None:
     """Measure, and print one JSON object as the last line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print the JSON object only")
     options = parser.parse_args()
     figures: dict[str, float] = {}

@@ -105,7 +105,10 @@ def test_gradient_is_that_of_one_process(model_folder: Path, ranks: RankPool, wa
 
 
 def compiled_on_rank(rank: int, folder: Path, world_size: int) -> list[int]:
-    """With activation checkpointing, which runs each graph twice, compare with the gradient of one process; return how many graphs there are after each of five steps."""
+    """Compare with the gradient of one process; return how many graphs there are after each of five steps.
+
+    With activation checkpointing, which runs each graph twice.
+    """
     from torch._dynamo.utils import counters
 
     driver, engine = build(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -37,9 +36,11 @@ class CheckpointReader:
         self._storage = FileSystemReader(folder)
         try:
             self.metadata: Metadata = self._storage.read_metadata()
-        except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ImportError) as error:
+            damage = missing_part(folder, (self.metadata.storage_data or {}).values())
+        except Exception as error:  # a damaged pickle raises all kinds
             raise WeightsError(f"{folder}/.metadata cannot be read: {type(error).__name__}: {error}") from error
-        self._check_files()
+        if damage:
+            raise WeightsError(f"{folder} is damaged: {damage}; load another step")
 
     def fit(self, state: dict[str, Any]) -> None:
         """Make sure that a state can be read, and take out of it what the checkpoint lacks and need not have.
@@ -75,11 +76,6 @@ class CheckpointReader:
         plan = planner.create_local_plan()
         self._storage.set_up_storage_reader(self.metadata, is_coordinator=True)
         self._storage.read_data(planner.finish_plan(plan), planner).wait()
-
-    def _check_files(self) -> None:
-        damage = missing_part(self.folder, (self.metadata.storage_data or {}).values())
-        if damage:
-            raise WeightsError(f"{self.folder} is damaged: {damage}; load another step")
 
 
 def _is_optional(path: tuple[str | int, ...], saved: dict[str, Any]) -> bool:

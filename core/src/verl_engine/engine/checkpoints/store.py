@@ -201,7 +201,9 @@ class CheckpointStore:
         failure: Exception | None = None
         if self._ranks.is_first:
             try:
-                folders.delete(self.root, folders.find_step(self.root, step))
+                if not folders.step_folder(self.root, step).exists():  # a half copied one may go too
+                    folders.find_step(self.root, step)
+                folders.delete(self.root, step)
             except (OSError, EngineError) as error:
                 failure = error
         self._ranks.agree(failure, f"removing the checkpoint of step {step}")
@@ -300,7 +302,7 @@ class CheckpointStore:
             reader.fit(state)
             _check_adapters(manifest, engine.config)
             opened = manifest, reader
-        except WeightsError as error:
+        except Exception as error:  # noqa: BLE001 - a damaged one raises all kinds, and every rank must hear of it
             failure = error
         self._ranks.agree(failure, doing)
         assert opened is not None

@@ -27,6 +27,7 @@ def test_one_rank_leaves_complete_results(task: Task, tmp_path: Path) -> None:
     evaluation = f"{{prompts: {task.model.parent}/held_out.jsonl, num_prompts: 8}}"
     ended = run("train", task.train, tmp_path / "out", f"evaluation={evaluation}")
     check_training(ended, task.model)
+    assert "gradients are reduced at last_micro_batch (as configured)" in ended.stdout
 
     assert ended.summary.keys() >= SUMMARY_KEYS
     assert all(ended.summary[key] is not None for key in SUMMARY_KEYS)

@@ -99,7 +99,7 @@ def test_an_export_of_the_newest_loads_in_transformers(tmp_path: Path, capsys: p
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("inspect", "{root}/nothing"), "holds no whole checkpoint; give the folder that a job saves them in"),
+        (("inspect", "{root}/nothing"), "holds no whole checkpoint; give a folder that CheckpointStore saves them in"),
         (("export", "{root}/nothing", "--output", "{root}/out"), "is no checkpoint, and holds no whole one"),
         (("export", "{root}", "--output", "{root}/out", "--model", "{root}/nothing"), "is no folder"),
         (("export", "{root}", "--output", "{root}/out"), "holds no config.json; give the model folder"),

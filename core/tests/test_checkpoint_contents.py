@@ -12,14 +12,14 @@ import torch
 
 from core.tests.test_checkpoint_refusals import edit_manifest
 from core.tests.test_checkpoint_store import same, step, trained
-from core.tests.test_module_engine import PlainEngine, make, weights
+from core.tests.test_module_engine import PlainEngine, make, set_gradients, weights
 from verl_engine.contract.errors import WeightsError
 from verl_engine.engine.checkpoints.manifest import CheckpointManifest
 from verl_engine.engine.checkpoints.store import CheckpointStore
 from verl_engine.engine.loss_scaler import LossScaler
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 
@@ -55,15 +55,42 @@ def test_a_parameter_that_was_never_trained_has_no_state_after_a_resume(store: C
     assert same(engine, resumed)
 
 
-def test_groups_with_different_settings_come_back_as_they_were(store: CheckpointStore) -> None:
-    engine = trained()
-    engine.optimizer.param_groups[0].update(lr=0.5, weight_decay=0.25)
+def test_what_an_optimizer_keeps_in_its_groups_comes_back(store: CheckpointStore) -> None:
+    engine, resumed = trained(), make(warmup_steps=5)
+    for number, group in enumerate(engine.optimizer.param_groups):
+        group["counted"] = number + 7
+    for group in resumed.optimizer.param_groups:
+        group["counted"] = 0
     store.save(engine, 1, wait=True)
-    store.load(resumed := make(warmup_steps=5))
+    store.load(resumed)
     for found, expected in zip(resumed.optimizer.param_groups, engine.optimizer.param_groups, strict=True):
         assert {**found, "params": 0} == {**expected, "params": 0}
-    assert resumed.optimizer.param_groups[0]["lr"] == 0.5
-    assert resumed.optimizer.param_groups[1]["weight_decay"] == 0.0
+
+
+def test_a_resumed_run_trains_with_the_rate_and_settings_of_its_own_config(store: CheckpointStore) -> None:
+    store.save(trained(), 2, wait=True)
+    resumed = make(warmup_steps=5, learning_rate=0.001, weight_decay=0.5, betas=(0.5, 0.6), eps=1e-3)
+    store.load(resumed)
+    set_gradients(resumed, 1.0)
+    used = [group["lr"] for group in resumed.optimizer.param_groups]
+    assert used == [resumed.optimizer_step().learning_rate] * 2 == [pytest.approx(0.001 * 3 / 5)] * 2
+    assert [group["lr"] for group in resumed.optimizer.param_groups] == [pytest.approx(0.001 * 4 / 5)] * 2
+    assert [group["weight_decay"] for group in resumed.optimizer.param_groups] == [0.5, 0.0]
+    assert {(group["betas"], group["eps"]) for group in resumed.optimizer.param_groups} == {((0.5, 0.6), 1e-3)}
+
+
+def test_options_that_an_optimizer_is_no_longer_made_with_do_not_come_back(store: CheckpointStore) -> None:
+    def made(optimizer: Callable[..., torch.optim.Optimizer], **options: bool) -> PlainEngine:
+        plain = make()
+        trained = [entry for entry in plain.parameters.values() if entry.requires_grad]
+        return PlainEngine(plain.config, plain.device, plain.module, optimizer=optimizer(trained, lr=0.1, **options))
+
+    step(engine := made(torch.optim.AdamW, amsgrad=True))
+    store.save(engine, 1, wait=True)
+    store.load(resumed := made(torch.optim.Adam))
+    step(resumed)
+    (group,) = resumed.optimizer.param_groups
+    assert (group["amsgrad"], group["decoupled_weight_decay"]) == (False, False)
 
 
 def test_how_an_optimizer_computes_stays_that_of_this_machine(store: CheckpointStore) -> None:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from core.tests.test_module_engine import PlainEngine, make
 from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.errors import ConfigError, WeightsError
 from verl_engine.engine.checkpoints.export import export_checkpoint
+from verl_engine.engine.checkpoints.folder_names import FolderNames
 from verl_engine.engine.checkpoints.store import CheckpointStore
 from verl_engine.engine.device import Device
-from verl_engine.testing.tiny_models import write_tiny_model
+from verl_engine.testing.tiny_models import tiny_config, write_tiny_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -156,21 +160,74 @@ def test_what_is_there_is_never_written_over(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="exists already"):
         export_checkpoint(tmp_path, tmp_path)
 
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="exists already"):
+        export_checkpoint(tmp_path, tmp_path / "link")
 
-def test_an_interrupted_export_leaves_nothing(tmp_path: Path) -> None:
+
+@pytest.mark.parametrize("failure", [OSError("full"), SafetensorError("full"), KeyboardInterrupt("full")])
+def test_an_interrupted_export_leaves_nothing(tmp_path: Path, failure: BaseException) -> None:
     folder = write_tiny_model(tmp_path / "model")
     checkpoint = save(tmp_path, load(folder, dtype=torch.float32), folder)
     with (
-        mock.patch("safetensors.torch.save_file", side_effect=OSError("full")),
-        pytest.raises(OSError, match="full"),
+        mock.patch("safetensors.torch.save_file", side_effect=failure),
+        pytest.raises((WeightsError, KeyboardInterrupt), match="full"),
     ):
         export_checkpoint(checkpoint, tmp_path / "new" / "out")
     assert list((tmp_path / "new").iterdir()) == []
 
 
+def test_an_output_that_cannot_be_made_and_a_config_that_is_none_are_errors_of_the_tree(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    checkpoint = save(tmp_path, load(folder, dtype=torch.float32), folder)
+    with pytest.raises(WeightsError, match=r"out failed, nothing is there: .*Not a directory"):
+        export_checkpoint(checkpoint, folder / "config.json" / "out")
+    for text in ("{", "[]"):
+        (folder / "config.json").write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match=r"config.json holds no JSON object"):
+            export_checkpoint(checkpoint, tmp_path / "out", model_folder=folder)
+    assert not (tmp_path / "out").exists()
+
+
+def test_experts_are_exported_one_by_one_as_save_pretrained_writes_them(tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(**tiny_config(), num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "model")
+    checkpoint = save(tmp_path, model := load(tmp_path / "model", dtype=torch.float32), tmp_path / "model")
+    model.save_pretrained(tmp_path / "expected")
+    done = export_checkpoint(checkpoint, tmp_path / "out", shard_bytes=10_000)
+    found = {name: tensor for file in done.files for name, tensor in load_file(tmp_path / "out" / file).items()}
+    expected = load_file(tmp_path / "expected" / "model.safetensors")
+    assert "model.layers.1.mlp.experts.3.gate_proj.weight" in expected
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert done.num_weights == len(expected)
+    require_same(load(tmp_path / "out"), model)
+
+
+def test_without_transformers_weights_keep_the_names_of_the_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    checkpoint = save(tmp_path, model := load(folder, dtype=torch.float32), folder)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "transformers", None)
+        export_checkpoint(checkpoint, tmp_path / "out")
+    assert "transformers cannot say how a folder of this model names its weights" in caplog.text
+    require_same(load(tmp_path / "out"), model)
+
+
+def test_weights_that_a_folder_joins_are_written_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def joined(_: object, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"qkv" if name in "qkv" else name: tensor for name, tensor in weights.items()}
+
+    monkeypatch.setattr("transformers.core_model_loading.revert_weight_conversion", joined)
+    names = FolderNames(write_tiny_model(tmp_path / "model"), "language_model")
+    assert names.together(dict.fromkeys("qakvb", (2,))) == [["q", "k", "v"], ["a"], ["b"]]
+
+
 def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "root", model_folder=write_tiny_model(tmp_path / "model"))
     store.save(make(), 1, wait=True)
-    for name in ("int8", "bf16", "nn"):
-        with pytest.raises(ConfigError, match=f"--dtype {name} is not known; use float32, bfloat16 or float16"):
+    for name in ("int8", "bf16", "nn", "float8_e4m3fn"):
+        with pytest.raises(ConfigError, match=f"--dtype {name} cannot be exported; use float32, bfloat16 or float16"):
             export_checkpoint(tmp_path / "root" / "step-00000001", tmp_path / "out", dtype=name)

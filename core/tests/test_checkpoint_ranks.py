@@ -109,6 +109,18 @@ def test_a_rank_that_cannot_write_is_named_on_every_rank(two: RankPool, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
 
 
+def use_after_close(_: int, root: Path) -> str:
+    store = CheckpointStore(root)
+    store.close()
+    return raised(lambda: store.save(stepped(), 1))
+
+
+def test_a_closed_store_is_refused_where_ranks_would_write_each_for_itself(two: RankPool, tmp_path: Path) -> None:
+    for message in two.run(use_after_close, tmp_path):
+        assert "this store of checkpoints is closed" in message
+    assert list(tmp_path.iterdir()) == []
+
+
 def write_elsewhere(rank: int, root: Path) -> str:
     store = CheckpointStore(root)
     elsewhere = root / f"disk-of-rank-{rank}"

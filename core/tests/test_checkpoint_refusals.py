@@ -38,8 +38,17 @@ def damage_manifest(store: CheckpointStore) -> None:
     (store.root / "step-00000001" / "checkpoint.json").write_text("{", encoding="utf-8")
 
 
+def damage_field(store: CheckpointStore) -> None:
+    edit_manifest(store, saved_at="yesterday")
+
+
 def damage_metadata(store: CheckpointStore) -> None:
     (store.root / "step-00000001" / ".metadata").write_bytes(b"no pickle")
+
+
+def damage_a_name(store: CheckpointStore) -> None:
+    path = store.root / "step-00000001" / ".metadata"
+    path.write_bytes(path.read_bytes().replace(b"inner.bias", b"inner.\xff\xff\xff\xff"))
 
 
 def damage_size(store: CheckpointStore) -> None:
@@ -57,7 +66,9 @@ def damage_files(store: CheckpointStore) -> None:
     [
         (damage_version, "format_version=99, written by verl-engine-core 9.9; this is .*, which reads version 1"),
         (damage_manifest, "checkpoint.json cannot be read: JSONDecodeError"),
+        (damage_field, "saved_at='yesterday' cannot be; the file was damaged"),
         (damage_metadata, ".metadata cannot be read: UnpicklingError"),
+        (damage_a_name, ".metadata cannot be read: UnicodeDecodeError"),
         (damage_size, r"is damaged: __0_0.distcp has \d+ bytes of \d+; load another step"),
         (damage_files, "is damaged: __0_0.distcp is missing"),
     ],
@@ -114,8 +125,10 @@ def test_adapters_of_another_scale_are_refused(store: CheckpointStore) -> None:
     assert store.load(make(lora={"rank": 4, "alpha": 8.0})).step == 1
 
 
-@pytest.mark.parametrize("state", [{"shape": (1, 2)}, {1: "one"}, {"loss": float("nan")}, {"tensor": torch.ones(1)}])
-def test_a_user_state_that_would_not_come_back_is_refused(store: CheckpointStore, state: dict[Any, Any]) -> None:
+@pytest.mark.parametrize(
+    "state", [{"shape": (1, 2)}, {1: "one"}, {"loss": float("nan")}, {"tensor": torch.ones(1)}, []]
+)
+def test_a_user_state_that_would_not_come_back_is_refused(store: CheckpointStore, state: Any) -> None:
     with pytest.raises(ConfigError, match="user_state"):
         store.save(trained(), 1, state)
     assert store.latest() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import resource
 import shutil
 import threading
 from typing import TYPE_CHECKING, Any
@@ -174,6 +175,56 @@ def test_a_step_that_has_a_checkpoint_is_refused_until_it_is_removed(store: Chec
     assert store.steps() == [1]
     with pytest.raises(WeightsError, match=r"no whole checkpoint of step 9; there are those of steps 1"):
         store.remove(9)
+
+
+def test_two_stores_do_not_write_into_each_others_checkpoints(store: CheckpointStore) -> None:
+    may_write = threading.Event()
+
+    def write_late(writer: CheckpointWriter) -> None:
+        may_write.wait(60)
+        WRITE(writer)
+
+    other = CheckpointStore(store.root)
+    with mock.patch.object(CheckpointWriter, "write", write_late):
+        store.save(trained(1), 1)
+        for step in (1, 2):
+            with pytest.raises(WeightsError, match="another store of this one, is writing a checkpoint to"):
+                other.save(trained(2), step)
+        may_write.set()
+        store.wait()
+    store.load(resumed := make(warmup_steps=5))
+    assert same(resumed, trained(1))
+    other.save(trained(2), 2, wait=True)
+    assert store.steps() == [1, 2]
+
+
+def test_an_engine_that_cannot_give_its_state_leaves_nothing(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PlainEngine, "state_dict", mock.Mock(side_effect=RuntimeError("no state")))
+    with pytest.raises(RuntimeError, match="no state"):
+        store.save(trained(1), 1)
+    assert list(store.root.iterdir()) == []
+
+
+def test_a_full_disk_is_told_as_such(store: CheckpointStore) -> None:
+    """A limit on the size of files fails writes just as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(WeightsError, match=r"OSError: \[Errno \d+\] File too large"):
+            store.save(trained(1), 1, wait=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_half_copied_checkpoint_can_be_removed_as_the_refusal_says(store: CheckpointStore) -> None:
+    (store.root / "step-00000001").mkdir(parents=True)
+    with pytest.raises(WeightsError, match=r"holds one already; remove\(1\) first"):
+        store.save(trained(1), 1)
+    store.remove(1)
+    store.save(trained(1), 1, wait=True)
+    assert store.steps() == [1]
 
 
 def test_the_last_ones_are_kept_and_older_ones_go_after_the_new_one_is_whole(tmp_path: Path) -> None:

@@ -67,6 +67,11 @@ def test_a_falling_schedule_needs_its_length(schedule: str) -> None:
         rates(1, lr_schedule=schedule)
 
 
+def test_an_end_for_a_rate_that_does_not_fall_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"min_lr_ratio=0\.1 is where .* lr_schedule=constant does not fall"):
+        config(min_lr_ratio=0.1)
+
+
 @settings(deadline=None)
 @given(
     schedule=st.sampled_from(["constant", "linear", "cosine", "wsd"]),
@@ -80,7 +85,7 @@ def test_it_rises_then_falls_within_its_bounds(schedule: str, warmup: int, lengt
         lr_schedule=schedule,
         warmup_steps=warmup,
         total_steps=warmup + length,
-        min_lr_ratio=least,
+        min_lr_ratio=0.0 if schedule == "constant" else least,
     )
     rising, falling = found[: warmup + 1], found[warmup:]
     assert rising == sorted(rising)

@@ -54,6 +54,15 @@ def change_dense_and_unseen(engine: KeepingEngine) -> None:
     engine.parameters["logits"].data.copy_(torch.full((8, 5), 3.0))
 
 
+def step_by_hand(engine: KeepingEngine) -> None:
+    """Changes a single entry, which a sample would not see; as with DTensors, no version counter does either."""
+    logits = engine.parameters["logits"]
+    logits.grad = torch.zeros_like(logits)
+    logits.grad[1, 2] = 1.0
+    with torch.autograd.grad_mode._unsafe_preserve_version_counter(logits):
+        engine.optimizer.step()
+
+
 def import_weights(engine: KeepingEngine) -> None:
     engine.load_full_weights([(spec.name, torch.full(spec.shape, 2.0)) for spec in engine.weight_specs()])
 
@@ -69,6 +78,7 @@ CHANGES: dict[str, Callable[[KeepingEngine], None]] = {
     "behind the version counter, noted": change_behind_the_version_counter,
     "dense, unseen": change_dense_and_unseen,
     "training step": take_a_step,
+    "step by hand": step_by_hand,
     "weight import": import_weights,
     "other memory": replace_by_the_same_values,
 }

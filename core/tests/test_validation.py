@@ -135,3 +135,18 @@ def test_a_long_value_is_cut() -> None:
 def test_data_that_is_no_mapping_is_refused() -> None:
     with pytest.raises(ConfigError, match="engine=3: must be a section; keys there: backend, device"):
         validate(EngineConfig, 3, at="engine")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"betas": [0.9]}, "engine.betas[1] is missing: the list is too short"),
+        ({"betas": 0.9}, "engine.betas=0.9: must be a list"),
+        ({"forward_only": 2}, "engine.forward_only=2: must be true or false"),
+        ({"lora": {"target_modules": "q_proj"}}, "engine.lora.target_modules='q_proj': must be a list"),
+    ],
+)
+def test_types_have_the_names_that_yaml_gives_them(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate(EngineConfig, {"backend": "toy", **fields}, at="engine")
+    assert str(caught.value) == message

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from typing import TYPE_CHECKING, ClassVar
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.tests.fake_engine import FakeEngine
-from verl_engine.contract.errors import WeightsError
+from verl_engine.contract.errors import ConfigError, WeightsError
 from verl_engine.engine.base import WeightSpec
 from verl_engine.engine.weights.bucket import (
     BucketEntry,
@@ -23,6 +24,7 @@ from verl_engine.engine.weights.bucket import (
     read_bucket,
     write_bucket,
 )
+from verl_engine.engine.worker import EngineWorker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -53,6 +55,12 @@ def test_a_weight_larger_than_a_bucket_gets_its_own() -> None:
     plan = plan_buckets([SPECS[0], WeightSpec("big", (100,), torch.float32), SPECS[2]], 64)
     assert [[entry.name for entry in bucket.entries] for bucket in plan] == [["a"], ["big"], ["c"]]
     assert [bucket.num_bytes for bucket in plan] == [64, 448, 64]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bf16", "nn"])
+def test_a_dtype_that_weights_cannot_be_cast_to_is_refused(dtype: str) -> None:
+    with pytest.raises(ConfigError, match=f"dtype={dtype} is no dtype that weights can be cast to"):
+        EngineWorker.plan_weight_buckets(mock.Mock(), 1, dtype)
 
 
 def test_no_weights_no_buckets() -> None:

@@ -75,10 +75,23 @@ def test_a_scalar_is_a_part_of_its_own() -> None:
         ([], r"the parts of a leave 6 of 6 elements out"),
         ([WeightShard("a", (3, 3), (0, 0), torch.zeros(3, 3))], r"are parts of something of shape \[\(3, 3\)\]"),
         ([WeightShard("a", (3, 2), (2, 0), torch.zeros(2, 2))], r"at \(2, 0\) does not lie in a weight"),
+        ([WeightShard("a", (3, 2), (-1, 0), torch.zeros(3, 2))], r"at \(-1, 0\) does not lie in a weight"),
+        ([WeightShard("a", (3, 2), (0,), torch.zeros(3, 2))], r"at \(0,\) does not lie in a weight"),
+        ([WeightShard("a", (3, 2), (0, 0), torch.zeros(6))], r"of shape \(6,\) at \(0, 0\) does not lie in a weight"),
         ([rows(0, 3), rows(0, 3, "b")], "nobody asked for: b"),
         ([rows(0, 2), WeightShard("a", (6,), (4,), torch.zeros(2))], r"of shape \[\(3, 2\), \(6,\)\]"),
     ],
-    ids=["a gap", "nothing", "another weight", "over the edge", "unknown", "two views"],
+    ids=[
+        "a gap",
+        "nothing",
+        "another weight",
+        "over the edge",
+        "before it",
+        "no column",
+        "a vector",
+        "unknown",
+        "two views",
+    ],
 )
 def test_success_is_not_reported_where_parts_are_missing_or_do_not_fit(shards: list[WeightShard], message: str) -> None:
     with pytest.raises(WeightsError, match=message):

@@ -195,6 +195,9 @@ class FakeListener:
     def on_status(self, text: str) -> None:
         self.statuses.append(text)
 
+    def on_note(self, text: str) -> None:
+        self.statuses.append(text)
+
     def on_step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
         assert step == len(self.steps) + 1 <= num_steps
         self.steps.append(dict(metrics))

@@ -81,7 +81,10 @@ def test_paths_are_absolute(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ("reward.timeout_s=1e300", "reward.timeout_s=1e+300: must be less than or equal to 100000000"),
         ("async_training.staleness_threshold=1e308", "must be less than or equal to 1000000"),
         ("trainer.num_ranks=8", "engine.most_ranks=4 is below the number of ranks, 8"),
-        ("trainer.num_ranks=3", "sequences do not divide over trainer.num_ranks=3"),
+        ("trainer.num_ranks=3", "sequences do not divide over trainer.num_ranks=3; make it a multiple of 3"),
+        ("engine.head=value", "engine.head=value: a job trains a language model"),
+        ("engine.forward_only=true", "engine.forward_only=true: a job trains its engine"),
+        ("engine.entropy=gradient", "engine.entropy=gradient: no loss of a job takes an entropy"),
     ],
 )
 def test_one_fault_is_one_message(recipe: Path, override: str, expected: str) -> None:
@@ -96,12 +99,22 @@ def test_sequences_divide_over_shares_and_not_over_ranks(recipe: Path, tmp_path:
     assert job.engine.data_parallel_ranks(job.trainer.num_ranks) == (0, 0, 1, 1)
     expected = (
         "trainer.mini_batch_size * rollout.n = 5 sequences do not divide over the 2 shares of the data that "
-        "trainer.num_ranks=4 ranks compute; make it a multiple"
+        "trainer.num_ranks=4 ranks compute; make it a multiple of 2"
     )
     assert _message(recipe, *settings, "rollout.n=5") == expected
     supervised = write_recipe(tmp_path / "sft.yaml", sft_settings(tmp_path / "sft"))
     with pytest.raises(ConfigError, match=r"trainer.batch_size=3 sequences do not divide over trainer.num_ranks=2"):
         load_sft_job(supervised, ["trainer.batch_size=3", "trainer.num_ranks=2"])
+
+
+def test_what_no_job_can_use_is_refused_at_once_for_both_kinds(recipe: Path, tmp_path: Path) -> None:
+    unusable = ["engine.forward_only=true", "engine.entropy=value"]
+    heading, *problems = _message(recipe, *unusable).splitlines()
+    assert heading == "2 problems in the configuration:"
+    assert [problem.split(":")[0].strip() for problem in problems] == unusable
+    supervised = write_recipe(tmp_path / "sft.yaml", sft_settings(tmp_path / "sft"))
+    with pytest.raises(ConfigError, match=r"engine\.head=value: .*; use language_model"):
+        load_sft_job(supervised, ["engine.head=value"])
 
 
 def test_weights_of_a_sync_are_kept_aside_only_by_a_backend_with_snapshots(recipe: Path) -> None:

@@ -78,6 +78,15 @@ def test_fewer_rows_than_a_step_takes_are_a_remark(check: Check, tmp_path: Path)
     assert "holds 4 examples, fewer than the 8" in check_sft_job(job, None)[0]
 
 
+def test_a_schedule_that_ends_before_the_job_is_a_remark(check: Check) -> None:
+    (remark,) = check("engine.lr_schedule=cosine", "engine.total_steps=2", "engine.min_lr_ratio=0.5")
+    assert remark.startswith("engine.total_steps=2 is below the 3 optimizer steps of the job")
+    assert "stays at 5e-05; set engine.total_steps=null" in remark
+    for fitting in ("engine.total_steps=3", "engine.total_steps=null", "engine.total_steps=9"):
+        assert check("engine.lr_schedule=cosine", fitting) == []
+    assert check("engine.total_steps=2") == []
+
+
 def test_an_output_that_is_in_use_is_refused(check: Check, tmp_path: Path) -> None:
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "thesis.txt").touch()

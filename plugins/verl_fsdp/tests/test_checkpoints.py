@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from unittest import mock
 
 import pytest
@@ -102,6 +102,29 @@ def test_weights_are_bit_equal_and_training_goes_on(
     assert differences(loaded, saved) == "none"
     # AdamW's moments came too: without them the step would differ by about the learning rate, 1e-2.
     assert furthest(found, expected)[1] < (2e-3 if "bfloat16" in case else 1e-5)
+
+
+def resume_changed(rank: int, folder: Path, root: Path, backend: str) -> tuple[list[tuple[float, float]], float]:
+    """Save after a step; return rate and decay of each group in an engine with another config, and its report."""
+    settings = {"backend": backend, "parameter_groups": [{"pattern": "norm", "learning_rate_scale": 0.5}]}
+    driver = build(folder, rank, 2, settings)
+    store = CheckpointStore(root)
+    driver.train(make_sequences(8))
+    store.save(driver.engine, 1, wait=True)
+    changed = build(folder, rank, 2, settings | {"learning_rate": 1e-4, "weight_decay": 0.3})
+    store.load(changed.engine)
+    store.close()
+    groups = [(group["lr"], group["weight_decay"]) for group in cast("Any", changed.engine).optimizer.param_groups]
+    return groups, changed.train(make_sequences(8)).optimizer.learning_rate
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "fsdp"])
+def test_a_resumed_run_trains_with_the_rate_and_decay_of_its_own_config(
+    tmp_path: Path, model_folder: Path, pools: dict[int, RankPool], backend: str
+) -> None:
+    for groups, reported in pools[2].run(resume_changed, model_folder, tmp_path, backend):
+        assert sorted(groups) == [(0.5e-4, 0.0), (1e-4, 0.3)]
+        assert reported == 1e-4
 
 
 def save_while_training(rank: int, folder: Path, root: Path) -> tuple[Weights, str]:

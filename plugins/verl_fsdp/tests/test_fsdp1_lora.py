@@ -15,6 +15,7 @@ from verl_engine.engine.weights.shards import assemble_weights
 from verl_engine.testing.conformance.driver import Driver, same
 from verl_engine.testing.conformance.reference import make_sequences, relative_error
 from verl_engine.testing.rank_pool import RankPool
+from verl_engine.testing.tiny_models import write_tiny_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -97,6 +98,41 @@ def train_adapter(rank: int, folder: Path, out: Path, settings: dict[str, Any]) 
         "with": driver.infer(sequences),
         "without": without,
     }
+
+
+def test_an_adapter_goes_with_what_holds_its_layer_where_each_layer_is_wrapped(
+    model_folder: Path, two_ranks: RankPool
+) -> None:
+    """Wrapped alone, an adapter shows peft float32 and computes in bfloat16: the first forward failed."""
+    settings = {"lora": LORA, "wrap": ["Linear"], "param_dtype": "bfloat16", "gradient_sync": "auto"}
+    two_ranks.run(gradient_after_two_steps, model_folder, settings)
+
+
+def parameters_after_two_steps(rank: int, folder: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Return trained weights, and the names of parameters that the wrapped model no longer has as such."""
+    driver = build(rank, folder, lora=LORA, shard_ranks=1)
+    for seed in range(2):
+        driver.train(make_sequences(8, seed=seed))
+    engine = cast("Fsdp1Engine", driver.engine)
+    held = engine.shards()
+    return driver.weights(), [name for name, own in engine.parameters.items() if held.get(name) is not own]
+
+
+def test_a_frozen_module_that_nothing_shards_keeps_its_parameters(tmp_path: Path, two_ranks: RankPool) -> None:
+    """With adapters nothing in the root is trained; FSDP1 forgot its parameters, and failed where they were tied."""
+    folder = write_tiny_model(tmp_path / "tied", tied=True)
+    (found, lost), _ = two_ranks.run(parameters_after_two_steps, folder)
+    expected, _ = two_ranks.run(weights_of_fsdp2, folder)
+    assert not lost
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-5)
+
+
+def weights_of_fsdp2(rank: int, folder: Path) -> dict[str, torch.Tensor]:
+    driver = build(rank, folder, backend="fsdp2", lora=LORA)
+    for seed in range(2):
+        driver.train(make_sequences(8, seed=seed))
+    return driver.weights()
 
 
 @pytest.mark.parametrize("settings", [{}, {"param_dtype": "bfloat16"}], ids=["float32", "bfloat16"])

@@ -17,7 +17,7 @@ from verl_engine.testing.conformance.driver import Driver
 from verl_engine.testing.conformance.reference import accumulate, load_reference, make_sequences
 from verl_engine.testing.ranks import run_ranks
 from verl_fsdp.config import Fsdp2Config
-from verl_fsdp.update.optimizer import build_optimizer, find_class, parameter_groups
+from verl_fsdp.update.optimizer import build_optimizer, find_class, parameter_groups, require_entrywise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -119,11 +119,24 @@ def test_a_pattern_that_is_no_regular_expression_is_refused_by_the_config() -> N
         ({"optimizer_options": {"lr": 1.0}}, "optimizer_options sets lr; set engine.learning_rate"),
         ({"optimizer_options": {"weight_decay": 1.0}}, "set engine.weight_decay"),
         ({"optimizer_options": {"betas": (0, 0)}}, "optimizer_options sets betas; set engine.betas"),
+        ({"optimizer": "torch.optim.Adam", "betas": (0, 0)}, r"betas=\(0.0, 0.0\) is for optimizer=torch.optim.AdamW"),
+        ({"optimizer": "torch.optim.SGD", "eps": 1.0}, r"eps=1.0 is for .*; set optimizer_options.eps if"),
     ],
 )
 def test_the_config_refuses_what_needs_no_torch_to_be_seen(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config(**settings)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "NAdam", "RMSprop", "Adagrad", "Adadelta", "RAdam", "Adamax"])
+def test_an_optimizer_may_cut_parameters_anywhere_where_each_entry_steps_alone(name: str) -> None:
+    require_entrywise(config(optimizer=f"torch.optim.{name}"))
+
+
+def test_an_optimizer_in_which_entries_meet_is_refused_where_parameters_are_cut_anywhere() -> None:
+    """Adafactor keeps rows and columns apart: on pieces of a flat tensor its steps depend on the number of ranks."""
+    with pytest.raises(ConfigError, match=r"^engine\.optimizer=torch\.optim\.Adafactor .* backend=fsdp2"):
+        require_entrywise(config(optimizer="torch.optim.Adafactor"))
 
 
 @pytest.mark.parametrize(

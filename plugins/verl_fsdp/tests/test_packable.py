@@ -89,6 +89,16 @@ def test_models_with_an_attention_of_their_own_are_refused(kind: str) -> None:
     check_packable(build(config), Fsdp2Config(learning_rate=1.0, packing=False))
 
 
+def test_a_model_that_counts_positions_from_elsewhere_is_refused() -> None:
+    """Its first position is 2; given packed ones, which begin at 0, its log-probs were off by 0.8 nats."""
+    config = transformers.RobertaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, is_decoder=True
+    )
+    with pytest.raises(ModelError, match=r"RobertaForCausalLM counts positions itself.*set engine.packing=false$"):
+        check_packable(build(config), Fsdp2Config(learning_rate=1.0))
+    check_packable(build(config), Fsdp2Config(learning_rate=1.0, packing=False))
+
+
 def test_heads_that_do_not_divide_are_refused() -> None:
     config = Fsdp2Config(learning_rate=1.0, sequence_parallel_size=8)
     with pytest.raises(ModelError, match=r"sequence_parallel_size=8 .* 4 attention heads of Qwen3.*use one of 1, 2, 4"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from verl_engine.contract.errors import UnsupportedError
+from verl_engine.contract.errors import ConfigError, UnsupportedError
 from verl_engine.testing.conformance.driver import Driver
 from verl_engine.testing.conformance.reference import (
     accumulate,
@@ -134,6 +134,12 @@ def test_compiled_blocks_fit_every_micro_batch_and_give_the_gradient_of_one_proc
     for graphs in ranks.run(compiled_on_rank, model_folder, ranks.world_size, timeout_s=280.0):
         # Where sequences lie differs in each of ten micro-batches; torch would give up after graphs for eight.
         assert graphs[-1] == graphs[1]
+
+
+def test_a_backend_that_torch_compile_does_not_have_is_refused_and_forgotten() -> None:
+    with pytest.raises(ConfigError, match=r"^engine\.compile_backend=indctor is none .* use one of .*inductor"):
+        compiled.compile_block(torch.nn.Linear(2, 2), Fsdp2Config(compile=True, compile_backend="indctor"))
+    assert "indctor" not in compiled._backends_used
 
 
 def test_two_backends_of_torch_compile_in_a_process_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,8 @@ def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
         "--timeout", type=float, default=60.0, metavar="SECONDS", help="for each step of a check (default 60)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    return parser.parse_args(arguments)
+    # Settings may stand before and after options.
+    return parser.parse_intermixed_args(arguments)
 
 
 def _chosen(prefixes: list[str] | None) -> list[Check]:

@@ -44,8 +44,8 @@ examples:
 EXPORT = """\
 Write the weights of a checkpoint as a Hugging Face folder, which appears when it is whole.
 
-Adapters (LoRA) are merged in, tied weights are written once. It takes the memory of 2 GiB of weights,
-whatever the size of the model, and no accelerator."""
+Adapters (LoRA) are merged in, tied weights are written once, experts one by one, as other tools read them.
+It takes the memory of 2 GiB of weights (4 with experts), whatever the size of the model, and no accelerator."""
 
 EXPORT_EXAMPLES = """\
 examples:
@@ -90,7 +90,10 @@ def _inspect(arguments: Sequence[str], program: str) -> int:
         return 0
     folders = [step_folder(options.folder, step) for step in whole_steps(options.folder)]
     if not folders:
-        raise WeightsError(f"{options.folder} holds no whole checkpoint; give the folder that a job saves them in")
+        raise WeightsError(
+            f"{options.folder} holds no whole checkpoint; give a folder that CheckpointStore saves them in, or one "
+            "step-NUMBER of it"
+        )
     rows = [(folder, *_read(folder)) for folder in folders]
     if options.json:
         _print_json(
@@ -108,7 +111,7 @@ def _export(arguments: Sequence[str], program: str) -> int:
     parser = command_parser(program, EXPORT, EXPORT_EXAMPLES)
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="a checkpoint, or a folder of them: the newest")
     parser.add_argument("--output", metavar="HF_FOLDER", type=Path, required=True, help="what to write; must not exist")
-    parser.add_argument("--dtype", metavar="DTYPE", help="such as bfloat16; by default as in the checkpoint")
+    parser.add_argument("--dtype", metavar="DTYPE", help="float32, bfloat16, float16; by default as in the checkpoint")
     parser.add_argument(
         "--model", metavar="MODEL_FOLDER", type=Path, help="config and tokenizer from here, not from the checkpoint"
     )
@@ -205,7 +208,7 @@ def _print_one(folder: Path, manifest: CheckpointManifest) -> None:
         "holds": ", ".join(manifest.contents),
         "weights": f"{len(manifest.weights)} ({', '.join(dtypes)})",
         "head": manifest.head,
-        "adapters": manifest.lora or "none",
+        "adapters": ", ".join(f"{name} {value:g}" for name, value in (manifest.lora or {}).items()) or "none",
         "user state": json.dumps(manifest.user_state),
     }
     for name, value in figures.items():

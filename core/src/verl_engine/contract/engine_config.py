@@ -18,7 +18,7 @@ class LoraConfig(StrictModel):
     """An adapter's output is scaled by alpha / rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of dropping an adapter's input, in train mode."""
-    target_modules: tuple[str, ...] = ("all-linear",)
+    target_modules: tuple[str, ...] = Field(default=("all-linear",), min_length=1)
     """Names, or ends of names, of the layers that get an adapter, such as ``q_proj``; ``all-linear`` means every linear
     layer but the output layer."""
 
@@ -40,12 +40,14 @@ class EngineConfig(StrictModel):
 
     head: Literal["language_model", "value"] = "language_model"
     """What the model ends in: ``language_model`` gives the log-prob of each token, ``value`` one number for the state
-    before it (a critic; a new head where the model folder has none)."""
+    before it (a critic; a new head where the model folder has none; for loops of your own, jobs refuse it)."""
     forward_only: bool = False
-    """Neither gradients nor optimizer: for a reference policy. Training such an engine is refused."""
+    """Neither gradients nor optimizer: for a reference policy in a loop of your own. Training such an engine is
+    refused, and so is a job with one."""
     entropy: Literal["off", "value", "gradient"] = "off"
     """Whether the entropy of each token's distribution is computed too, for losses to use: without gradient
-    (``value``), or with one (``gradient``, for an entropy bonus)."""
+    (``value``), or with one (``gradient``, for an entropy bonus). For loops of your own: no loss of a job uses it, so
+    jobs refuse it."""
     lora: LoraConfig | None = None
     """Train adapters instead of the whole model; exports are merged weights."""
     snapshot_memory: Literal["private", "shared"] = "private"
@@ -64,11 +66,13 @@ class EngineConfig(StrictModel):
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps over which the rate rises linearly to its peak."""
     total_steps: int | None = Field(default=None, ge=1)
-    """Optimizer steps of the whole run; a falling schedule needs it. Jobs fill it in from their own length."""
+    """Optimizer steps of the whole run; a falling schedule needs it. Jobs fill it in from their own length;
+    the ``config.yaml`` of a job has that number, so set null there where the length changes."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Where a falling schedule ends, as a share of the peak."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW's decoupled weight decay, on parameters of two or more dims only (norms and biases are spared)."""
+    """Weight decay of the optimizer (AdamW's is decoupled), on parameters of two or more dims only (norms and biases
+    are spared)."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay of the first and second moment, each in [0, 1)."""
     eps: float = Field(default=1e-8, gt=0)
@@ -92,7 +96,15 @@ class EngineConfig(StrictModel):
         if self.lora is not None and self.forward_only:
             raise ValueError("lora is for training, and forward_only=true: an adapter that is not trained does nothing")
         if self.decay_steps is not None and self.lr_schedule != "wsd":
-            raise ValueError(f"decay_steps={self.decay_steps} is for lr_schedule=wsd, and it is {self.lr_schedule}")
+            raise ValueError(
+                f"decay_steps={self.decay_steps} is for lr_schedule=wsd, and it is {self.lr_schedule}; set wsd, or "
+                "leave decay_steps out"
+            )
+        if self.min_lr_ratio and self.lr_schedule == "constant":
+            raise ValueError(
+                f"min_lr_ratio={self.min_lr_ratio} is where a falling schedule ends, and lr_schedule=constant does not "
+                "fall; set linear, cosine or wsd, or leave min_lr_ratio out"
+            )
         if self.decay_steps and self.total_steps and self.warmup_steps + self.decay_steps > self.total_steps:
             raise ValueError(
                 f"decay_steps={self.decay_steps} and warmup_steps={self.warmup_steps} together must not exceed "

@@ -81,7 +81,7 @@ def _line(place: _Place, texts: list[str]) -> str:
 def _find(model_class: type[BaseModel], data: object, at: str, error: ErrorDetails) -> _Place:
     place = _Place(at, data, at, [], [model_class])
     for index, part in enumerate(error["loc"]):
-        is_missing_key = error["type"] == "missing" and index == len(error["loc"]) - 1
+        is_missing_key = error["type"] == "missing" and index == len(error["loc"]) - 1 and isinstance(part, str)
         is_key = isinstance(place.value, Mapping) and part in place.value
         if is_missing_key or is_key:
             value = place.value[part] if isinstance(place.value, Mapping) and is_key else None
@@ -112,7 +112,12 @@ def _models_in(annotation: object) -> list[type[BaseModel]]:
 def _describe(place: _Place, error: ErrorDetails) -> str:
     match error["type"]:
         case "missing":
-            return f"is missing{_meaning(place)}"
+            is_item = isinstance(error["loc"][-1], int)
+            return f"is missing{': the list is too short' if is_item else _meaning(place)}"
+        case "tuple_type":
+            return "must be a list"
+        case "bool_parsing" | "bool_type":
+            return "must be true or false"
         case "extra_forbidden":
             return _describe_unknown_key(place)
         case "model_type" | "model_attributes_type" | "dataclass_type":

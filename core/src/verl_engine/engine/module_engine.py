@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
@@ -81,6 +82,9 @@ class ModuleEngine(Engine):
             return
         self._optimizer = optimizer or adamw(self.parameters, config, device)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda step: lr_multiplier(config, step))
+        # Steps made by hand too: a version counter does not see those on DTensors.
+        self._optimizer.register_step_post_hook(lambda *_: self.note_weights_changed())
+        self._configured = _configured_settings(self._optimizer)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -221,10 +225,32 @@ class ModuleEngine(Engine):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take such a state; see the base class."""
         load_module_state(self.module, self._optimizer, self._stateful(), state)
+        self.note_weights_changed()
+        self.apply_configured_settings()
+
+    def apply_configured_settings(self) -> None:
+        """Go on with the config's rate, weight decay and so on, where a loaded checkpoint has those of its own config.
+
+        Else a lower ``engine.learning_rate`` after a resume would be reported, and not used. What else an optimizer
+        keeps in its groups, such as counts, is the checkpoint's.
+        """
+        if self._optimizer is None:
+            return
+        for group, settings in zip(self._optimizer.param_groups, self._configured, strict=True):
+            group.update(settings)
+            group["lr"] = group["initial_lr"] * lr_multiplier(self.config, self.schedule.last_epoch)
+        self.schedule.base_lrs = [group["initial_lr"] for group in self._optimizer.param_groups]
 
     def _stateful(self) -> dict[str, Stateful | None]:
         """Return what has a state besides weights and optimizer."""
         return {"schedule": getattr(self, "schedule", None), "loss_scaler": self.loss_scaler}
+
+
+def _configured_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Take from each parameter group what the optimizer was made with: arguments of its class, or of one it is."""
+    inits = (inspect.signature(vars(kind)["__init__"]) for kind in type(optimizer).__mro__ if "__init__" in vars(kind))
+    arguments = {name for init in inits for name in init.parameters} - {"self", "params", "lr"} | {"initial_lr"}
+    return [{key: value for key, value in group.items() if key in arguments} for group in optimizer.param_groups]
 
 
 def adamw(parameters: dict[str, torch.nn.Parameter], config: EngineConfig, device: Device) -> torch.optim.AdamW:

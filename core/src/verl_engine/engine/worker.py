@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from verl_engine.batch.packed import PackedBatch
-from verl_engine.contract.errors import PluginError, TrainingDivergedError, UnsupportedError
+from verl_engine.contract.errors import ConfigError, PluginError, TrainingDivergedError, UnsupportedError
 from verl_engine.engine.checkpoints.store import CheckpointInfo, CheckpointStore
 from verl_engine.engine.device import Device
 from verl_engine.engine.snapshots.manager import Snapshots
@@ -212,15 +212,23 @@ class EngineWorker:
         """Return the store of a folder; another folder's is closed."""
         self._host.require("checkpoints")
         if self._checkpoints is None or self._checkpoints.root != root:
-            if self._checkpoints is not None:
-                self._checkpoints.close()
+            former, self._checkpoints = self._checkpoints, None
+            if former is not None:
+                former.close()
             self._checkpoints = CheckpointStore(root, model_folder=self._model_folder, timeout_s=self._timeout_s)
         self._checkpoints.keep_last = keep_last
         return self._checkpoints
 
     def plan_weight_buckets(self, bucket_bytes: int, dtype: str | None = None) -> list[WeightBucket]:
-        """Plan the export of all weights; the same on every rank. See `plan_buckets`."""
-        return plan_buckets(self.engine.weight_specs(), bucket_bytes, getattr(torch, dtype) if dtype else None)
+        """Plan the export of all weights; the same on every rank. See `plan_buckets`.
+
+        Raises:
+            ConfigError: the dtype is none of floating-point numbers.
+        """
+        kind = getattr(torch, dtype, None) if dtype else None
+        if dtype and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
+            raise ConfigError(f"dtype={dtype} is no dtype that weights can be cast to; use one such as bfloat16")
+        return plan_buckets(self.engine.weight_specs(), bucket_bytes, kind)
 
     def write_weight_bucket(self, bucket: WeightBucket, buffer: npt.NDArray[np.uint8] | None) -> int:
         """Gather one bucket; see `write_bucket`. Ranks without a buffer only take part."""

@@ -61,7 +61,7 @@ def _load(job_class: type[_Job], recipe: Path, overrides: Sequence[str]) -> _Job
         faults.append(error)
     engine: EngineConfig | None = None
     try:
-        engine = _engine(data.get("engine"), _optimizer_steps(job))
+        engine = _engine(data.get("engine"), optimizer_steps(job))
         if job is not None:
             _check_shares(job, engine)
             _check_use(engine)
@@ -138,8 +138,8 @@ def _engine(section: object, total_steps: int) -> EngineConfig:
     return validate_engine_section(section, at="engine")
 
 
-def _optimizer_steps(job: TrainJob | SftJob | None) -> int:
-    """How many optimizer steps a job makes at most."""
+def optimizer_steps(job: TrainJob | SftJob | None) -> int:
+    """How many optimizer steps a job makes at most; above any warm-up where its length is at fault."""
     match job:
         case TrainJob():
             return job.trainer.num_steps * job.async_training.require_batches

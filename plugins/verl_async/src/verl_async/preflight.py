@@ -11,6 +11,7 @@ from verl_async.config import TrainJob
 from verl_async.data.examples import read_examples
 from verl_async.data.prompts import read_prompts
 from verl_async.data.rewards import load_reward
+from verl_async.job import optimizer_steps
 from verl_async.machine import check_port, check_shared_memory
 from verl_async.model_folder import check_model_folder
 from verl_async.report.output_folder import OutputFolder
@@ -70,7 +71,7 @@ def _check_surroundings(job: TrainJob | SftJob, output: Path | None, *, overwrit
         OutputFolder.check(output, overwrite=overwrite, inputs=input_paths(job))
     check_port(job)
     generates = isinstance(job, TrainJob) or job.evaluation is not None
-    remarks = _remark_on_requirements(BACKENDS_GROUP, job.engine.backend, "engine.backend")
+    remarks = _remark_on_requirements(BACKENDS_GROUP, job.engine.backend, "engine.backend") + _remark_on_schedule(job)
     if generates:
         remarks += _remark_on_requirements(ROLLOUTS_GROUP, job.rollout.engine, "rollout.engine")
     sizes = check_model_folder(job.model.path, "model.path")
@@ -84,6 +85,19 @@ def _remark_on_requirements(group: str, name: str, at: str) -> list[str]:
     """
     entry = find_plugin(group, name, at)
     return [f"{at}={name}: {describe(entry)} cannot run here yet: {entry.mend}"] if entry.mend else []
+
+
+def _remark_on_schedule(job: TrainJob | SftJob) -> list[str]:
+    """A schedule that ends early is most often a config.yaml of an earlier job, run for more steps than that one."""
+    engine, steps = job.engine, optimizer_steps(job)
+    if engine.lr_schedule == "constant" or engine.total_steps is None or engine.total_steps >= steps:
+        return []
+    remark = (
+        f"engine.total_steps={engine.total_steps} is below the {steps} optimizer steps of the job: from there on the "
+        f"learning rate stays at {engine.learning_rate * engine.min_lr_ratio:g}; set engine.total_steps=null to have "
+        f"lr_schedule={engine.lr_schedule} end with the job"
+    )
+    return [remark]
 
 
 def _read_evaluation(job: TrainJob | SftJob) -> list[Prompt]:
@@ -108,4 +122,5 @@ def _remark_on_few(found: int, wanted: int, where: str, what: str) -> list[str]:
     """Fewer rows than one step takes still train, for the order goes on into the next pass over the file."""
     if found >= wanted:
         return []
-    return [f"{where} holds {found} {what}, fewer than the {wanted} of one training step: a step will see some twice"]
+    remark = f"{where} holds {found} {what}, fewer than the {wanted} of one training step: it sees some more than once"
+    return [remark]

@@ -89,6 +89,8 @@ class ShardedConfig(EngineConfig):
         fields = {"lr": "learning_rate", "weight_decay": "weight_decay"}
         if self.optimizer == "torch.optim.AdamW":
             fields |= {"betas": "betas", "eps": "eps"}
+        else:
+            self._require_default_moments()
         for option in self.optimizer_options.keys() & fields.keys():
             raise ValueError(f"optimizer_options sets {option}; set engine.{fields[option]} instead")
         if self.sequence_parallel_size > 1 and not self.packing:
@@ -98,11 +100,21 @@ class ShardedConfig(EngineConfig):
         if self.held_gradient_bytes is not None and self.gradient_sync != "auto":
             raise ValueError(
                 f"held_gradient_bytes={self.held_gradient_bytes} is for gradient_sync=auto, and it is "
-                f"{self.gradient_sync}"
+                f"{self.gradient_sync}; set auto, or leave held_gradient_bytes out"
             )
         if self.compile_backend != "inductor" and not self.compile:
             raise ValueError(f"compile_backend={self.compile_backend} is for compile=true, and it is false")
         return self
+
+    def _require_default_moments(self) -> None:
+        """Refuse what would reach no optimizer but AdamW."""
+        for name in ("betas", "eps"):
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"{name}={value} is for optimizer=torch.optim.AdamW, and it is {self.optimizer}; set "
+                    f"optimizer_options.{name} if that knows it"
+                )
 
     def data_parallel_ranks(self, world_size: int) -> tuple[int, ...]:
         """Give neighbours that split a sequence the same data."""

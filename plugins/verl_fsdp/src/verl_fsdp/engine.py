@@ -23,6 +23,7 @@ from verl_fsdp.mesh import build_meshes
 from verl_fsdp.model.loading import load_model
 from verl_fsdp.model.lora import adapters_disabled, low_rank_exports, save_adapter
 from verl_fsdp.model.packable import check_packable
+from verl_fsdp.model.rotary import rotary_limit
 from verl_fsdp.update.optimizer import build_optimizer
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class ShardedEngine(ModuleEngine):
         model = load_model(config, model_folder)
         check_packable(model, config)
         self.head = make_head(model, config)
+        self._rotary_limit = rotary_limit(model)
         num_dims = {name: parameter.ndim for name, parameter in model.named_parameters()}
         self.model = self.shard(model, config, device)
         optimizer = None if config.forward_only else build_optimizer(self.shards(), config, device, num_dims)
@@ -75,8 +77,17 @@ class ShardedEngine(ModuleEngine):
         """Free whatever is gathered. Harmless at any time between a forward and the next."""
 
     @abstractmethod
+    def recover(self) -> None:
+        """Get ready for a forward after an exception in the middle of a pass; gradients stay. Always harmless."""
+
+    @abstractmethod
     def gradient_sync(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
         """See ``engine_gradient_sync``."""
+
+    def zero_grad(self) -> None:
+        """Forget all gradients, and an unfinished pass; see the base class."""
+        self.recover()
+        self.drop_gradients()
 
     def exported(self) -> dict[str, Exported]:
         """Say what each exported weight is made of; adapters are merged in, and names are those of a plain model."""
@@ -121,8 +132,18 @@ class ShardedEngine(ModuleEngine):
             raise UnsupportedError("engine.lora is not set: this engine has no adapter")
 
     def forward(self, batch: PackedBatch, temperature: float) -> TokenOutput:
-        """Run the model on a micro-batch, packed or padded as configured; see the base class."""
-        output = forward(self.model, self.head, self.config, batch, temperature, self.meshes.sequence)
+        """Run the model on a micro-batch, packed or padded as configured; see the base class.
+
+        Raises:
+            ModelError: a sequence is so long that the model would change the log-probs of those beside it.
+        """
+        if self._rotary_limit is not None:
+            self._rotary_limit.check(batch.lengths)
+        try:
+            output = forward(self.model, self.head, self.config, batch, temperature, self.meshes.sequence)
+        except BaseException:
+            self.recover()  # nobody calls zero_grad after a failed inference, and FSDP1 would not run again
+            raise
         if not torch.is_grad_enabled():
             self.reshard()  # without a backward nothing else would free the root's gathered parameters
         return output

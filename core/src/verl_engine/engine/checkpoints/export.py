@@ -6,11 +6,12 @@ import json
 import os
 import shutil
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from verl_engine.contract.errors import ConfigError, PluginImportError, WeightsError
+from verl_engine.engine.checkpoints.folder_names import FolderNames
 from verl_engine.engine.checkpoints.folders import sync_folder, write_file
 from verl_engine.engine.checkpoints.manifest import MODEL_FOLDER, CheckpointManifest, copy_model_files
 from verl_engine.engine.checkpoints.reader import CheckpointReader
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 SHARD_BYTES: Final = 2 * 1024**3
 _BASE: Final = ".base_layer."
+_FLOATS: Final = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,8 @@ def export_checkpoint(
 ) -> Exported:
     """Write the weights of a checkpoint with config and tokenizer, as transformers and rollout engines load them.
 
-    Memory is that of one file of weights and the largest weight. The folder appears when it is whole.
+    Memory is that of one file of weights and the largest weight; of experts, which folders hold one by one, that of two
+    files. The folder appears when it is whole.
 
     Args:
         folder: a whole checkpoint.
@@ -68,11 +71,11 @@ def export_checkpoint(
         shard_bytes: largest size of a file of weights, but for a single weight that is larger.
         on_shard: told which file is being written, from 1, and how many there are.
     Raises:
-        ConfigError: `output` exists, or there is no config.
-        WeightsError: the checkpoint is not whole, or damaged.
+        ConfigError: `output` exists, or there is no config that can be read.
+        WeightsError: the checkpoint is not whole, or damaged, or `output` cannot be written.
         PluginImportError: safetensors is not installed.
     """
-    if output.exists():
+    if os.path.lexists(output):
         raise ConfigError(f"--output {output} exists already; give a new folder, or remove it first")
     manifest = CheckpointManifest.read(folder)
     files_from = model_folder or folder / MODEL_FOLDER
@@ -81,19 +84,25 @@ def export_checkpoint(
             f"{files_from} holds no config.json; give the model folder that the run began with: --model MODEL_FOLDER"
         )
     sources = _sources(manifest, None if dtype is None else _float_dtype(dtype))
-    shards = _divide(sources, shard_bytes)
     partial = output.with_name(f".{output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    reader = CheckpointReader(folder)
     try:
+        partial.mkdir(parents=True)
         _copy_files(files_from, partial, manifest, sources)
-        names = _write_shards(CheckpointReader(folder), manifest, sources, shards, partial, on_shard)
+        names = FolderNames(partial, manifest.head)
+        groups = names.together({name: manifest.weights[source.name].shape for name, source in sources.items()})
+        shards = _divide(groups, sources, shard_bytes)
+        files = _write_shards(reader, manifest, sources, shards, names, partial, on_shard)
         sync_folder(partial)
         partial.rename(output)
         sync_folder(output.parent)
+    except OSError as error:
+        raise WeightsError(f"the export to {output} failed, nothing is there: {error}") from error
     finally:  # where the disk is full, others need the room
         shutil.rmtree(partial, ignore_errors=True)
-    return Exported(output, len(sources), sum(source.num_bytes for source in sources.values()), tuple(names))
+    num_weights = len({name for held in files.values() for name in held})
+    return Exported(output, num_weights, sum(source.num_bytes for source in sources.values()), tuple(files))
 
 
 def _sources(manifest: CheckpointManifest, dtype: torch.dtype | None) -> dict[str, _Source]:
@@ -129,16 +138,17 @@ def _adapter_of(layer: str, manifest: CheckpointManifest) -> tuple[str, str]:
     return first[0], second[0]
 
 
-def _divide(sources: dict[str, _Source], shard_bytes: int) -> list[list[str]]:
+def _divide(groups: list[list[str]], sources: dict[str, _Source], shard_bytes: int) -> list[list[str]]:
     """Divide names over files, in order, none above the size but for single large weights."""
     shards: list[list[str]] = []
     size = shard_bytes + 1
-    for name, source in sources.items():
-        if size + source.num_bytes > shard_bytes:
+    for group in groups:
+        num_bytes = sum(sources[name].num_bytes for name in group)
+        if size + num_bytes > shard_bytes:
             shards.append([])
             size = 0
-        shards[-1].append(name)
-        size += source.num_bytes
+        shards[-1] += group
+        size += num_bytes
     return shards
 
 
@@ -147,30 +157,35 @@ def _write_shards(
     manifest: CheckpointManifest,
     sources: dict[str, _Source],
     shards: list[list[str]],
+    names: FolderNames,
     partial: Path,
     on_shard: Callable[[int, int], None] | None,
-) -> list[str]:
-    """Write one file after the other, and where there are several an index; return their names."""
+) -> dict[str, list[str]]:
+    """Write one file after the other, and where there are several an index; return what each of them holds."""
     try:
-        from safetensors.torch import save_file  # only exports need it
+        from safetensors import SafetensorError  # only exports need it
+        from safetensors.torch import save_file
     except ImportError as error:
         raise PluginImportError(
             f"an export needs safetensors ({error}); install it: pip install safetensors"
         ) from error
-    files = []
-    for number, names in enumerate(shards, 1):
+    files: dict[str, list[str]] = {}
+    for number, chosen in enumerate(shards, 1):
         if on_shard is not None:
             on_shard(number, len(shards))
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(
-            dict(_weights(reader, manifest, {name: sources[name] for name in names})), partial / file, {"format": "pt"}
-        )
+        weights = names.translated(dict(_weights(reader, manifest, {name: sources[name] for name in chosen})))
+        try:
+            save_file(weights, partial / file, {"format": "pt"})
+        except SafetensorError as error:  # it hides an OSError, such as a full disk
+            raise OSError(str(error)) from error
         _sync(partial / file)
-        files.append(file)
+        files[file] = list(weights)
+        del weights  # before the next file takes as much
     if len(shards) > 1:
         index = {
             "metadata": {"total_size": sum(source.num_bytes for source in sources.values())},
-            "weight_map": {name: file for file, names in zip(files, shards, strict=True) for name in names},
+            "weight_map": {name: file for file, held in files.items() for name in held},
         }
         write_file(partial / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
     return files
@@ -201,7 +216,11 @@ def _copy_files(files_from: Path, partial: Path, manifest: CheckpointManifest, s
     """Copy config and tokenizer; the config then says what is exported."""
     copy_model_files(files_from, partial)
     path = partial / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        config.get("architectures")
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"{files_from / path.name} holds no JSON object: {error}") from error
     dtypes = [source.dtype for source in sources.values() if source.dtype.is_floating_point]
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     config[key] = str(max(set(dtypes), key=dtypes.count)).removeprefix("torch.")
@@ -214,10 +233,9 @@ def _copy_files(files_from: Path, partial: Path, manifest: CheckpointManifest, s
 
 
 def _float_dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ConfigError(f"--dtype {name} is not known; use float32, bfloat16 or float16")
-    return found
+    if name not in _FLOATS:  # narrower ones need scales beside the weights
+        raise ConfigError(f"--dtype {name} cannot be exported; use {', '.join(_FLOATS[:-1])} or {_FLOATS[-1]}")
+    return _dtype(name)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -7,9 +7,11 @@ hidden remains, nothing else.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -89,6 +91,36 @@ def publish(root: Path, step: int) -> None:
         sync_folder(Path(folder))
     partial.rename(step_folder(root, step))
     sync_folder(root)
+
+
+def claim(root: Path) -> int:
+    """Make the folder of checkpoints, and keep other writers out of it: they would write into each other's.
+
+    Returns:
+        What `release` takes. The kernel releases it too, when the process ends in any way.
+    Raises:
+        WeightsError: there is another writer.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    handle = os.open(root, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise WeightsError(
+            f"another process, or another store of this one, is writing a checkpoint to {root} at this moment; give "
+            "each engine a folder of its own"
+        ) from None
+    except OSError:  # storage without locks
+        pass
+    return handle
+
+
+def release(handle: int) -> None:
+    """Let others write; for processes that were forked meanwhile too, which share the lock."""
+    with suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_UN)
+    os.close(handle)
 
 
 def make_partial(root: Path, step: int) -> None:

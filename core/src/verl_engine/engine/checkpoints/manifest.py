@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Final
 
 from verl_engine import __version__
@@ -24,6 +25,19 @@ MODEL_FOLDER: Final = "model"
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
 _LARGEST_COPIED: Final = 64 * 1024**2
 """Bytes. Tokenizer files are smaller; what is larger is data of some kind."""
+
+
+_KINDS: Final[dict[str, type | tuple[type, ...]]] = {
+    "step": int,
+    "backend": str,
+    "distribution": str,
+    "world_size": int,
+    "user_state": dict,
+    "lora": (dict, NoneType),
+    "head": str,
+    "saved_at": (int, float),
+}
+"""Of those fields that others than this file use, what JSON may give."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,9 +122,13 @@ class CheckpointManifest:
                 name: SavedWeight(tuple(weight["shape"]), weight["dtype"])
                 for name, weight in fields.pop("weights").items()
             }
-            return cls(**{**fields, "weights": weights, "contents": tuple(fields["contents"])})
+            found = cls(**{**fields, "weights": weights, "contents": tuple(fields["contents"])})
         except (KeyError, TypeError, AttributeError) as error:
             raise WeightsError(f"{path} lacks a field, or has one too many: {error}") from error
+        for field, kind in _KINDS.items():
+            if not isinstance(getattr(found, field), kind):
+                raise WeightsError(f"{path}: {field}={getattr(found, field)!r} cannot be; the file was damaged")
+        return found
 
 
 def check_user_state(user_state: dict[str, Any]) -> str:
@@ -119,10 +137,12 @@ def check_user_state(user_state: dict[str, Any]) -> str:
     Raises:
         ConfigError: it would not come back as it is, such as a tuple, a key that is no string, or a NaN.
     """
+    if not isinstance(user_state, dict):
+        raise ConfigError(f"user_state must be a dict, and is {type(user_state).__name__}")
     try:
         text = json.dumps(user_state, allow_nan=False)
         is_kept = json.loads(text) == user_state
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"user_state cannot be written as JSON: {error}; give plain dicts, lists and values"
         ) from error

@@ -48,7 +48,7 @@ class CheckpointRanks:
         Raises:
             StuckError: some did not come in time.
         """
-        if self._group is None:
+        if self._is_alone:
             return
         wait_s = self.timeout_s + (0 if self.is_first else _GRACE_S)
         try:
@@ -62,7 +62,7 @@ class CheckpointRanks:
 
     def gather(self, value: Value, doing: str) -> list[Value]:
         """Return every rank's value on the first rank, in rank order; elsewhere nothing."""
-        if self._group is None:
+        if self._is_alone:
             return [value]
         self.meet(doing)
         values: list[Any] | None = [None] * self.size if self.is_first else None
@@ -71,7 +71,7 @@ class CheckpointRanks:
 
     def deal(self, values: list[Value], doing: str) -> Value:
         """Return this rank's of the values that the first rank has."""
-        if self._group is None:
+        if self._is_alone:
             return values[0]
         self.meet(doing)
         own: list[Any] = [None]
@@ -97,6 +97,12 @@ class CheckpointRanks:
         if verdict:
             raise WeightsError(f"{doing}: {verdict}") from failure
 
+    @property
+    def _is_alone(self) -> bool:
+        if self._group is None and self.size > 1:
+            raise WeightsError("this store of checkpoints is closed: its ranks no longer hear each other; make another")
+        return self._group is None
+
     def close(self) -> None:
         """Give up the group. Harmless when called twice, and after all groups are gone."""
         if self._group is not None and dist.is_initialized():
@@ -105,4 +111,10 @@ class CheckpointRanks:
 
 
 def _text(failure: Exception) -> str:
-    return str(failure) if isinstance(failure, EngineError) else f"{type(failure).__name__}: {failure}"
+    if isinstance(failure, EngineError):
+        return str(failure)
+    cause: BaseException | None = failure
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    # On a full disk torch says "unexpected pos", while it handles the error that says what it is.
+    return f"{type(cause or failure).__name__}: {cause or failure}"

@@ -64,7 +64,8 @@ class CheckpointReader:
             rest = f" and {len(wrong) - _NUM_NAMED} more" if len(wrong) > _NUM_NAMED else ""
             raise WeightsError(
                 f"{self.folder} does not fit this engine: {'; '.join(wrong[:_NUM_NAMED])}{rest}. Nothing was loaded; "
-                "load it into an engine made from the same model, with the same kind of optimizer and adapters"
+                "load it into an engine made from the same model, with the same kind of optimizer and adapters, and "
+                "the same parameter groups (weight_decay=0 makes fewer)"
             )
         for key in optional:
             _take_out(state, planner.mappings[key])

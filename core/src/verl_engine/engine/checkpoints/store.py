@@ -81,6 +81,7 @@ class CheckpointStore:
         self._ranks = CheckpointRanks(timeout_s)
         self._memory = StagingMemory()
         self._writing: threading.Thread | None = None
+        self._claim: int | None = None
         self._step = 0
         self._failure: Exception | None = None
 
@@ -108,10 +109,16 @@ class CheckpointStore:
             raise ConfigError(f"keep_last={self.keep_last} would keep no checkpoint; use 1 or more, or None for all")
         if step < 0:
             raise ConfigError(f"step={step} must be 0 or more")
-        state_json = check_user_state(user_state or {})
+        state_json = check_user_state({} if user_state is None else user_state)
         self._begin(step, state_json)
-        state = {**engine.state_dict(), "rng": {f"rank-{self._ranks.rank}": (rng_state(engine.device),)}}
-        planner = plan_checkpoint(state, self._ranks)
+        try:
+            state = {**engine.state_dict(), "rng": {f"rank-{self._ranks.rank}": (rng_state(engine.device),)}}
+            planner = plan_checkpoint(state, self._ranks)
+        except BaseException:
+            if self._ranks.is_first:
+                folders.clear_remains(self.root)
+            self._release()
+            raise
         job = _Job(step, engine.config, planner, tuple(state), json.loads(state_json), self.keep_last)
         if wait:
             self._write(job)
@@ -228,10 +235,20 @@ class CheckpointStore:
             )
         elif self._ranks.is_first:
             try:
+                self._claim = folders.claim(self.root)
                 folders.make_partial(self.root, step)
             except (OSError, WeightsError) as error:
                 failure = error
-        self._ranks.agree(failure, doing)
+        try:
+            self._ranks.agree(failure, doing)
+        except BaseException:
+            self._release()
+            raise
+
+    def _release(self) -> None:
+        claim, self._claim = self._claim, None
+        if claim is not None:
+            folders.release(claim)
 
     def _write(self, job: _Job) -> None:
         """Write and publish; keeps a failure for the next call, since in a thread nobody would see it."""
@@ -253,6 +270,8 @@ class CheckpointStore:
             _log.error("%s was not written: %s", doing, error)  # the next call raises it, with its cause
             if self._ranks.is_first and not isinstance(error, StuckError):  # then another may still be writing
                 shutil.rmtree(partial, ignore_errors=True)  # where the disk is full, others need the room
+        finally:
+            self._release()
 
     def _publish(self, job: _Job, writer: CheckpointWriter) -> None:
         """Complete the folder and give it its name; on the first rank."""

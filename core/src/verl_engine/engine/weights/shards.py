@@ -71,8 +71,10 @@ def _whole(spec: WeightSpec, parts: list[WeightShard]) -> torch.Tensor:
     whole = torch.empty(view_shape, dtype=spec.dtype)
     is_there = torch.zeros(view_shape, dtype=torch.bool)
     for part in parts:
-        ends = [offset + size for offset, size in zip(part.offsets, part.tensor.shape, strict=True)]
-        if part.tensor.numel() and any(end > size for end, size in zip(ends, view_shape, strict=True)):
+        has_dims = len(part.offsets) == part.tensor.ndim == len(view_shape)
+        places = zip(part.offsets, part.tensor.shape, view_shape, strict=has_dims)
+        is_inside = all(start >= 0 and start + size <= end for start, size, end in places)
+        if not has_dims or (part.tensor.numel() and not is_inside):
             raise WeightsError(
                 f"a part of {spec.name} of shape {tuple(part.tensor.shape)} at {part.offsets} does not lie in a weight "
                 f"of shape {view_shape}"

@@ -42,7 +42,8 @@ class ConformanceKit(AbstractContextManager["ConformanceKit"]):
             ranks: how many there are where a check wants several.
             timeout_s: for each step of a check; ranks that are silent then are named and killed.
         Raises:
-            ConfigError: `ranks` is below 1, `timeout_s` is no time, or the settings do not fit.
+            ConfigError: `ranks` is below 1, `timeout_s` is no time, or the settings do not fit or ask for another
+                dtype than float32.
             UnknownPluginError: nothing installed has the name.
             DuplicatePluginError: two distributions have it.
         """
@@ -50,6 +51,11 @@ class ConformanceKit(AbstractContextManager["ConformanceKit"]):
             raise ConfigError(f"ranks={ranks} must be at least 1")
         if not 0 < timeout_s < math.inf:
             raise ConfigError(f"timeout={timeout_s} must be a number of seconds above 0")
+        if (settings or {}).get("param_dtype", "float32") != "float32":
+            raise ConfigError(
+                f"param_dtype={(settings or {})['param_dtype']}: the kit compares in float32, and has checks of its "
+                "own for what else a backend computes in; leave param_dtype out"
+            )
         entry = find_plugin(BACKENDS_GROUP, backend)
         self.version = f"{entry.distribution} {entry.version}"
         self.ranks = ranks

@@ -76,8 +76,8 @@ def adamw(bench: Bench) -> None:
 def schedules(bench: Bench) -> None:
     """Each learning-rate schedule gives the rates that the core defines."""
     sequences = make_sequences(4)
-    for schedule in ("constant", "linear", "cosine", "wsd"):
-        driver = bench.driver(lr_schedule=schedule, warmup_steps=2, total_steps=4, min_lr_ratio=0.1, learning_rate=1e-3)
+    for schedule, end in (("constant", 0.0), ("linear", 0.1), ("cosine", 0.1), ("wsd", 0.1)):
+        driver = bench.driver(lr_schedule=schedule, warmup_steps=2, total_steps=4, min_lr_ratio=end, learning_rate=1e-3)
         rates = [driver.train(sequences).optimizer.learning_rate for _ in range(6)]
         right = [1e-3 * lr_multiplier(driver.config, step) for step in range(6)]
         bench.require_everywhere(_close(rates, right), f"the {schedule} schedule gave {rates}, not {right}")

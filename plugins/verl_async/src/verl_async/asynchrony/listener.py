@@ -14,6 +14,9 @@ class JobListener(Protocol):
     def on_status(self, text: str) -> None:
         """Say in a few words what the job does now, such as ``starting 2 trainer ranks``."""
 
+    def on_note(self, text: str) -> None:
+        """Take a line that should stay to be read, such as a choice that the engine made."""
+
     def on_step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
         """Take the figures of a finished training step; steps count from 1."""
 

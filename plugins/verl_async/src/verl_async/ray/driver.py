@@ -110,6 +110,8 @@ async def _actors(job: TrainJob | SftJob, num_rollouts: int, listener: JobListen
         trainer.start(),
         within(job.rollout.timeout_s, f"{names} did not all start", asyncio.gather(*(r.start() for r in rollouts))),
     )
+    for note in trainer.notes:
+        listener.on_note(note)
     if rollouts:
         await _connect(job, trainer, rollouts)
     listener.on_status("training")

@@ -13,6 +13,7 @@ from verl_async.asynchrony.shares import Shares
 from verl_async.asynchrony.trainer_host import TrainerHost
 from verl_async.asynchrony.waiting import within
 from verl_async.ray.answers import answer, answers
+from verl_async.ray.notes import notes_of_packages
 from verl_engine.engine.worker import EngineWorker
 
 if TYPE_CHECKING:
@@ -58,12 +59,18 @@ class TrainerActor:
                 port = probe.getsockname()[1]
         return f"tcp://{host}:{port}"
 
-    def start(self, init_method: str, timeout_s: float) -> None:
-        """Load the backend, join the process group and build the engine."""
+    def start(self, init_method: str, timeout_s: float) -> list[str]:
+        """Load the backend, join the process group and build the engine.
+
+        Returns:
+            What the backend logged meanwhile, such as which gradient sync it chose and why.
+        """
         self._worker = EngineWorker(self._config, self._model_folder, self._rank, self._num_ranks)
         self._host = TrainerHost(self._worker, self._rank)
         self._worker.prepare(init_method, timeout_s)
-        self._worker.create("actor")
+        with notes_of_packages("verl_engine", type(self._config).__module__.partition(".")[0]) as notes:
+            self._worker.create("actor")
+        return notes
 
     def train_batch(self, micro_batches: list[list[Sequence]], loss_fn: LossFn, temperature: float) -> StepReport:
         """See `EngineWorker.train_batch`."""
@@ -121,6 +128,8 @@ class RayTrainer:
         self._names = [f"trainer rank {rank}" for rank in range(config.num_ranks)]
         self._buckets: list[WeightBucket] = []
         self.node_id = ""
+        self.notes: list[str] = []
+        """What the first rank's backend logged when it built the engine."""
         actor = ray.remote(TrainerActor)
         self.actors: list[Any] = [
             actor.options(**options).remote(engine, model_folder, rank, config.num_ranks)
@@ -142,7 +151,9 @@ class RayTrainer:
             f"{first} did not find a port",
             answer(self.actors[0].address.remote(self._config.master_port), first),
         )
-        await within(timeout_s, "the trainer ranks did not build their engines", self._all("start", address, timeout_s))
+        self.notes, *_ = await within(
+            timeout_s, "the trainer ranks did not build their engines", self._all("start", address, timeout_s)
+        )
 
     async def share_slots(self, readers: list[RayRolloutClient], timeout_s: float) -> None:
         """Lay buckets into shared memory from now on, and let the readers map it; needs a plan.

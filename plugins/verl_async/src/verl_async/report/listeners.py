@@ -22,6 +22,11 @@ class Listeners:
         for listener in self._listeners:
             listener.on_status(text)
 
+    def on_note(self, text: str) -> None:
+        """Pass on what is said of the job."""
+        for listener in self._listeners:
+            listener.on_note(text)
+
     def on_step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
         """Pass on the figures of a step."""
         for listener in self._listeners:

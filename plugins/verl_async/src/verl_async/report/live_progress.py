@@ -48,6 +48,10 @@ class LiveProgress:
         """Show what the job does now."""
         self._state.status = text
 
+    def on_note(self, text: str) -> None:
+        """Print what is said of the job, above the panel."""
+        self._live.console.print(text, highlight=False, markup=False)
+
     def on_step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
         """Show the figures of a step."""
         self._state.take_step(step, num_steps, metrics)

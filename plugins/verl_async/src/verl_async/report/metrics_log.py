@@ -65,6 +65,9 @@ class MetricsLog:
     def on_status(self, text: str) -> None:
         """Ignore what the job does now."""
 
+    def on_note(self, text: str) -> None:
+        """Ignore what is said of the job."""
+
     def on_step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
         """Write the figures of a step; TensorBoard shows those without a group of their own under ``train/``.
 

@@ -46,6 +46,10 @@ class PlainProgress:
             self._state.status = text
             self._print(text)
 
+    def on_note(self, text: str) -> None:
+        """Print what is said of the job."""
+        self._print(text)
+
     def on_step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
         """Print the figures of a step, when it is time."""
         self._state.take_step(step, num_steps, metrics)

@@ -39,6 +39,9 @@ class RunRecord:
     def on_status(self, text: str) -> None:
         """Ignore what the job does now."""
 
+    def on_note(self, text: str) -> None:
+        """Ignore what is said of the job."""
+
     def on_step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
         """Keep the figures of a step."""
         self.num_steps = num_steps

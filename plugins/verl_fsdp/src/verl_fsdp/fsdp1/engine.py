@@ -25,6 +25,7 @@ from verl_fsdp.fsdp1.weights import FlatWeights
 from verl_fsdp.model.lora import low_rank_exports
 from verl_fsdp.update.grad_norm import clip_gradients, grad_norm
 from verl_fsdp.update.held_gradients import choose_sync
+from verl_fsdp.update.optimizer import require_entrywise
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -53,7 +54,13 @@ class Fsdp1Engine(ShardedEngine):
     _table: WeightTable
 
     def __init__(self, config: FsdpConfig, model_folder: Path) -> None:
-        """Build the engine; see the base class. Collectives: for ``gradient_sync: auto`` an all-reduce more."""
+        """Build the engine; see the base class. Collectives: for ``gradient_sync: auto`` an all-reduce more.
+
+        Raises:
+            ConfigError: the optimizer looks at more than one entry of a parameter at a time.
+        """
+        if not config.forward_only:
+            require_entrywise(config)
         super().__init__(config, model_folder)
         self.module = self.model.module  # transformers' own, with config and save_pretrained
         self.parameters = self.shards()
@@ -92,11 +99,10 @@ class Fsdp1Engine(ShardedEngine):
         """Hold gradients back until the last micro-batch, unless that was not the choice."""
         return gradient_sync(self.model, reduce=is_last_micro_batch or self.sync.every_micro_batch)
 
-    def zero_grad(self) -> None:
-        """Forget all gradients, and an unfinished pass; see the base class."""
+    def recover(self) -> None:
+        """Forget an unfinished pass; see the base class."""
         self.device.synchronize()  # what is under way on FSDP1's own streams uses what is freed now
         recover_from_abandoned_pass(self.model)
-        self.drop_gradients()
 
     def drop_gradients(self) -> None:
         """Forget the gradients, those held back for a later reduction too."""
@@ -198,6 +204,8 @@ class Fsdp1Engine(ShardedEngine):
         for name, other in self._stateful().items():
             if other is not None and name in state:
                 other.load_state_dict(state[name])
+        self.note_weights_changed()
+        self.apply_configured_settings()
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield all buffers, live, by the names they had before wrapping."""

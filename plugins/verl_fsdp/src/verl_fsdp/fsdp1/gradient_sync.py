@@ -6,7 +6,7 @@ All that is private in FSDP1 and concerns a pass is touched here, and nowhere el
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -15,7 +15,6 @@ from torch.distributed.fsdp._runtime_utils import _lazy_init
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from contextlib import AbstractContextManager
 
 
 def initialize(root: FullyShardedDataParallel) -> None:
@@ -23,12 +22,19 @@ def initialize(root: FullyShardedDataParallel) -> None:
     _lazy_init(cast("Any", root), root)
 
 
-def gradient_sync(root: FullyShardedDataParallel, *, reduce: bool) -> AbstractContextManager[None]:
+@contextmanager
+def gradient_sync(root: FullyShardedDataParallel, *, reduce: bool) -> Iterator[None]:
     """Reduce gradients in the backward inside, or hold each rank's own back, whole, in the dtype of the computation.
 
     Afterwards reduction is on again, also after an exception.
     """
-    return nullcontext() if reduce else cast("AbstractContextManager[None]", root.no_sync())
+    with nullcontext() if reduce else root.no_sync():
+        yield
+    for handle in _handles(root):
+        # Where nothing is sharded and nothing trained, FSDP1 takes a module for done before its backward ended. Its
+        # parameters would stay plain tensors, and the next forward take these for new parameters in place of ours.
+        if not handle.uses_sharded_strategy and not handle.flat_param.requires_grad:
+            handle._use_sharded_views()  # noqa: SLF001
 
 
 def reshard(root: FullyShardedDataParallel) -> None:

@@ -66,10 +66,9 @@ class Fsdp2Engine(ShardedEngine):
             is_last=is_last_micro_batch,
         )
 
-    def zero_grad(self) -> None:
-        """Forget all gradients; see the base class."""
+    def recover(self) -> None:
+        """Forget an unfinished pass; see the base class."""
         recover_from_abandoned_pass(self._root)
-        self.drop_gradients()
 
     def drop_gradients(self) -> None:
         """Forget the gradients, those held back for a later reduction too."""

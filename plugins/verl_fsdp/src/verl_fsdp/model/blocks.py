@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from verl_engine.contract.errors import ConfigError, ModelError
+from verl_fsdp.model.lora import is_adapter_weight
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,8 +49,13 @@ def blocks(model: PreTrainedModel, config: ShardedConfig) -> list[torch.nn.Modul
 
 
 def _named(model: PreTrainedModel, wrap: tuple[str, ...]) -> list[torch.nn.Module]:
-    """Return the modules that the user chose."""
-    found = _of_classes(model, set(wrap))
+    """Return the modules that the user chose, but for an adapter's own.
+
+    Those go with what holds them: they are small, and peft looks at their dtype from outside, where FSDP1 would not
+    show the one they compute in.
+    """
+    adapters = {id(module) for path, module in model.named_modules() if is_adapter_weight(f"{path}.")}
+    found = [module for module in _of_classes(model, set(wrap)) if id(module) not in adapters]
     present = {type(module).__name__ for module in model.modules()}
     for name in wrap:
         if name not in present:

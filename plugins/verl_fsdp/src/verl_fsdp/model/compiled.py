@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AttentionInterface
 
-from verl_engine.contract.errors import UnsupportedError
+from verl_engine.contract.errors import ConfigError, UnsupportedError
 from verl_fsdp.forward.attention import PACKED_ATTENTION, packed_attention
 
 if TYPE_CHECKING:
@@ -22,21 +22,28 @@ def compile_block(block: torch.nn.Module, config: ShardedConfig) -> None:
     """Compile a block in place, before it is sharded; its weights keep their names. No effect unless configured.
 
     Raises:
+        ConfigError: torch has no such backend.
         UnsupportedError: an engine of this process was compiled by another backend.
     """
     if not config.compile:
         return
-    _backends_used.add(config.compile_backend)
-    if len(_backends_used) > 1:
-        _backends_used.remove(config.compile_backend)
+    others = _backends_used - {config.compile_backend}
+    if others:
         # torch keeps graphs by code, not by engine; a checkpoint's recomputation may take the other backend's.
         raise UnsupportedError(
             f"engine.compile_backend={config.compile_backend}: an engine of this process was compiled with "
-            f"{', '.join(_backends_used)}, and torch mixes up their graphs; use one for both"
+            f"{', '.join(others)}, and torch mixes up their graphs; use one for both"
         )
     # Where sequences lie differs from one micro-batch to the next: a graph with attention in it would be compiled anew
     # for each, and after eight of them torch gives up and runs uncompiled.
     AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention))
     # The number of tokens differs too. By default torch finds that out by a first graph for one number only; where both
     # fit, a checkpoint's recomputation may take the other one than the forward, and fails.
-    block.compile(backend=config.compile_backend, dynamic=True)
+    try:
+        block.compile(backend=config.compile_backend, dynamic=True)
+    except torch._dynamo.exc.InvalidBackend as error:  # noqa: SLF001 - torch has no public name for it
+        raise ConfigError(
+            f"engine.compile_backend={config.compile_backend} is none of torch.compile's backends; use one of "
+            f"{', '.join(torch.compiler.list_backends())}"
+        ) from error
+    _backends_used.add(config.compile_backend)

@@ -22,7 +22,7 @@ def check_packable(model: PreTrainedModel, config: ShardedConfig) -> None:
 
     A convolution or a recurrent state runs from one packed sequence into the next, and stops short at the tokens of
     this rank, without a word. So does the attention of models that do not look theirs up in transformers' registry:
-    they take the name of ours, and go on with their own.
+    they take the name of ours, and go on with their own. And models of RoBERTa's kind begin to count positions at 2.
 
     Raises:
         ModelError: the model cannot be packed, or ``sequence_parallel_size`` does not divide the attention heads.
@@ -36,6 +36,11 @@ def check_packable(model: PreTrainedModel, config: ShardedConfig) -> None:
     if not model._can_set_attn_implementation():  # noqa: SLF001 - such a model takes ours, and never calls it
         raise ModelError(
             f"{name} computes attention in its own way, which cannot be told where packed sequences end; set {without}"
+        )
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        raise ModelError(
+            f"{name} counts positions itself, from another number than 0, and would take those of packed sequences for "
+            f"its own; set {without}"
         )
     mixers = _other_mixers(model, text_config)
     if mixers:

@@ -95,6 +95,41 @@ def find_class(path: str) -> type[torch.optim.Optimizer]:
     return kind
 
 
+def require_entrywise(config: ShardedConfig) -> None:
+    """Refuse an optimizer in whose step the entries of a parameter meet, such as by a norm, for FSDP1.
+
+    That cuts parameters anywhere, as vectors: the steps would differ with the number of ranks, without a word. So a
+    small matrix is stepped as a whole, and in two pieces. What cannot be tried on the CPU is taken.
+
+    Raises:
+        ConfigError: the steps differ.
+    """
+    kind = find_class(config.optimizer)
+    options = {"lr": 0.5, "weight_decay": config.weight_decay, **config.optimizer_options}
+    if not config.weight_decay:
+        del options["weight_decay"]
+    whole = torch.arange(1.0, 25.0).cos()
+    gradient = torch.arange(1.0, 25.0).sin()
+    stepped = []
+    for sizes, shape in (([24], (4, 6)), ([7, 17], (-1,))):
+        pieces = [piece.clone().view(shape) for piece in whole.split(sizes)]
+        try:
+            optimizer = kind(pieces, **options)
+            for factor in (1.0, -0.3):
+                for piece, own in zip(pieces, gradient.split(sizes), strict=True):
+                    piece.grad = own.view(shape) * factor
+                optimizer.step()
+        except Exception:  # noqa: BLE001 - it is made for other devices or shapes, and will say so itself
+            return
+        stepped.append(torch.cat([piece.flatten() for piece in pieces]))
+    if not torch.allclose(stepped[0], stepped[1], rtol=1e-4, atol=1e-5):
+        raise ConfigError(
+            f"engine.optimizer={config.optimizer} steps a parameter otherwise when it is cut in pieces, and "
+            "backend=fsdp cuts all of them; use backend=fsdp2, or an optimizer that steps each entry alone, such as "
+            "torch.optim.AdamW"
+        )
+
+
 def parameter_groups(
     parameters: Mapping[str, torch.nn.Parameter], config: ShardedConfig, num_dims: Mapping[str, int] | None = None
 ) -> list[dict[str, Any]]:

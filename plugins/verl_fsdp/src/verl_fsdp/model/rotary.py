@@ -1,0 +1,64 @@
+"""Rotary embeddings whose frequencies follow the longest sequence that is run, for all that run with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from verl_engine.contract.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from transformers import PreTrainedModel
+
+_ADVICE = {
+    "longrope": "set short_factor to the values of long_factor",
+    "dynamic": "set a rope_type whose frequencies stay, such as yarn or linear",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryLimit:
+    """Up to which length a sequence's frequencies are its own."""
+
+    model: str
+    rope_type: str
+    num_tokens: int
+
+    def check(self, lengths: Sequence[int]) -> None:
+        """Check the sequences of a micro-batch.
+
+        Raises:
+            ModelError: one is too long: it would change the log-probs of those beside it, and on ranks that split it
+                each part would have other frequencies.
+        """
+        longest = max(lengths)
+        if longest > self.num_tokens:
+            raise ModelError(
+                f"a sequence has {longest} tokens, and beyond {self.num_tokens} the rotary embedding of {self.model} "
+                f"(rope_type={self.rope_type}) has other frequencies, for all sequences of the micro-batch: log-probs "
+                f"would depend on how the batch is divided. In rope_parameters of the model folder's config.json "
+                f"{_ADVICE[self.rope_type]}, or keep sequences within {self.num_tokens} tokens"
+            )
+
+
+def rotary_limit(model: PreTrainedModel) -> RotaryLimit | None:
+    """Return the limit of a model, the lowest where layers differ; None where frequencies never change."""
+    limits = [limit for module in model.modules() for limit in _limits(type(model).__name__, module)]
+    return min(limits, key=lambda limit: limit.num_tokens, default=None)
+
+
+def _limits(model: str, module: Any) -> Iterator[RotaryLimit]:
+    """Yield those of one module; transformers' own have one type, or one for each type of layer."""
+    types = getattr(module, "rope_type", None)
+    for layer_type, rope_type in types.items() if isinstance(types, dict) else [(None, types)]:
+        if not isinstance(rope_type, str):
+            continue
+        if "dynamic" in rope_type:
+            yield RotaryLimit(model, "dynamic", module.original_max_seq_len)
+        elif rope_type == "longrope":
+            settings = module.config.rope_parameters
+            settings = settings if layer_type is None else settings[layer_type]
+            if settings["short_factor"] != settings["long_factor"]:
+                yield RotaryLimit(model, rope_type, settings["original_max_position_embeddings"])

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from verl_engine.testing.rank_pool import RankPool
 from verl_engine.testing.tiny_models import write_tiny_model
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -16,3 +18,19 @@ if TYPE_CHECKING:
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A two-layer Qwen3."""
     return write_tiny_model(tmp_path_factory.mktemp("model") / "qwen3")
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[list[RankPool]]:
+    """The processes that stay, in a list of one."""
+    pools = [RankPool(2)]
+    yield pools
+    pools[0].close()
+
+
+@pytest.fixture
+def ranks(pools: list[RankPool]) -> RankPool:
+    """Two processes; after a failure others."""
+    if pools[0].is_closed:
+        pools[0] = RankPool(2)
+    return pools[0]

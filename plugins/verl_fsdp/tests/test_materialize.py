@@ -16,34 +16,18 @@ from torch.distributed.tensor import DTensor
 from verl_engine.contract.errors import ModelError
 from verl_engine.testing.conformance.driver import Driver
 from verl_engine.testing.conformance.reference import load_reference, make_sequences, masked_log_probs
-from verl_engine.testing.rank_pool import RankPool
 from verl_engine.testing.tiny_models import tiny_config, write_absolute_position_model, write_tiny_model
 from verl_fsdp.config import Fsdp2Config
 from verl_fsdp.model.loading import load_model
 from verl_fsdp.model.materialize import Materializer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
+
+    from verl_engine.testing.rank_pool import RankPool
 
 KINDS = ("qwen3", "qwen3_tied", "gpt2_tied", "qwen3_moe", "gemma3_sliding", "buffered")
 SECTION: dict[str, Any] = {"backend": "fsdp2", "learning_rate": 1e-3, "device": "cpu"}
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[list[RankPool]]:
-    """The processes that stay, in a list of one."""
-    pools = [RankPool(2)]
-    yield pools
-    pools[0].close()
-
-
-@pytest.fixture
-def ranks(pools: list[RankPool]) -> RankPool:
-    """Two processes; after a failure others."""
-    if pools[0].is_closed:
-        pools[0] = RankPool(2)
-    return pools[0]
 
 
 def write_model(folder: Path, kind: str) -> Path:

@@ -19,28 +19,11 @@ from verl_engine.testing.conformance.reference import make_sequences, masked_log
 from verl_engine.testing.rank_pool import RankPool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from verl_fsdp.fsdp2.engine import Fsdp2Engine
 
 MOVED_MIDWAY: Final = [{}, {"param_dtype": "bfloat16"}, {"gradient_sync": "every_micro_batch"}]
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[list[RankPool]]:
-    """The processes that stay, in a list of one."""
-    pools = [RankPool(2)]
-    yield pools
-    pools[0].close()
-
-
-@pytest.fixture
-def ranks(pools: list[RankPool]) -> RankPool:
-    """Two processes; after a failure others."""
-    if pools[0].is_closed:
-        pools[0] = RankPool(2)
-    return pools[0]
 
 
 def build(rank: int, folder: Path, **settings: Any) -> tuple[Driver, Fsdp2Engine]:

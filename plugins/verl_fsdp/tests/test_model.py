@@ -69,6 +69,14 @@ def test_the_model_itself_is_never_a_block() -> None:
     ]
 
 
+def test_compiling_without_a_block_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^engine\.compile=true with engine\.wrap=\['Qwen3ForCausalLM'\]: .* leave wrap"
+    ):
+        blocks(qwen3(), config(wrap=("Qwen3ForCausalLM",), compile=True))
+    assert blocks(qwen3(), config(wrap=("Qwen3ForCausalLM",))) == []
+
+
 def test_an_unknown_class_in_wrap_is_answered_with_the_closest_that_the_model_has() -> None:
     with pytest.raises(ConfigError, match=r"Qwen3ForCausalLM has no module of class 'Qwen3DecoderLayr'; it has Qwen3D"):
         blocks(qwen3(), config(wrap=("Qwen3DecoderLayr",)))

@@ -33,7 +33,13 @@ def blocks(model: PreTrainedModel, config: ShardedConfig) -> list[torch.nn.Modul
         ModelError: the model's authors name none.
     """
     if config.wrap:
-        return _named(model, config.wrap)
+        chosen = _named(model, config.wrap)
+        if config.compile and not chosen:
+            raise ConfigError(
+                f"engine.compile=true with engine.wrap={list(config.wrap)}: blocks are compiled, and the model itself "
+                "is none; name the class of its layers in engine.wrap, or leave wrap out"
+            )
+        return chosen
     names = _no_split_modules(model)
     found = _of_classes(model, names)
     tied = _tied_outside(model, found)

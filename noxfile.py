@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent
 CONSTRAINTS = "constraints/cpu.txt"
 TORCH = "torch==2.13.0"
-PACKAGES = ("core", "plugins/verl_fsdp", "plugins/verl_async")
+PACKAGES = ("core", "plugins/verl_fsdp", "plugins/verl_megatron_mindspeed", "plugins/verl_async")
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis", "hatchling")  # hatchling builds the wheels of a test
 LINT_TOOLS = ("ruff", "import-linter")
 TYPE_TOOLS = ("mypy", "types-PyYAML", "pyarrow-stubs")

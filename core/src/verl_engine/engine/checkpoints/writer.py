@@ -9,10 +9,12 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
 from verl_engine.contract.errors import WeightsError
 from verl_engine.engine.checkpoints.manifest import SavedWeight
+from verl_engine.engine.weights.tensor_parts import TensorParts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,24 +35,32 @@ class StagingMemory:
 
     def __init__(self) -> None:
         """Start without any."""
-        self._kept: dict[str, torch.Tensor] = {}
+        self._kept: dict[tuple[str, int], torch.Tensor] = {}
 
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Copy a flat state, tensors into own memory; on an accelerator the copies may still be under way."""
+        """Copy a flat state, tensors into own memory; on an accelerator the copies may still be under way.
+
+        What a rank holds of a DTensor comes as a plain tensor: it has one part at most.
+        """
         former, self._kept = self._kept, {}
         return {key: self._copy(key, value, former) for key, value in state.items()}
 
-    def _copy(self, key: str, value: Any, former: dict[str, torch.Tensor]) -> Any:
+    def _copy(self, key: str, value: Any, former: dict[tuple[str, int], torch.Tensor]) -> Any:
         if not isinstance(value, torch.Tensor):
             return copy.deepcopy(value)
+        if isinstance(value, TensorParts):
+            return value.map(lambda index, part: self._copy_tensor((key, index), part, former))
         live = value.detach()
-        if isinstance(live, DTensor):
-            live = live.to_local()
-        own = former.get(key)
+        return self._copy_tensor((key, 0), live.to_local() if isinstance(live, DTensor) else live, former)
+
+    def _copy_tensor(
+        self, place: tuple[str, int], live: torch.Tensor, former: dict[tuple[str, int], torch.Tensor]
+    ) -> torch.Tensor:
+        own = former.get(place)
         if own is None or own.shape != live.shape or own.dtype != live.dtype:
             own = torch.empty(live.shape, dtype=live.dtype, device="cpu", pin_memory=live.device.type != "cpu")
         # On the CPU neither detach() nor cpu() copies: training that goes on would write into the checkpoint.
-        self._kept[key] = own.copy_(live, non_blocking=True)
+        self._kept[place] = own.copy_(live, non_blocking=True)
         return own
 
 
@@ -65,8 +75,11 @@ class CheckpointPlanner(DefaultSavePlanner):
         self.state_dict = {}
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return what is written for one item of the plan; a rank has one part of a tensor at most."""
-        return super().lookup_object(index) if self._copied is None else self._copied[index.fqn]
+        """Return what is written for one item of the plan."""
+        if self._copied is None:
+            return super().lookup_object(index)
+        copied = self._copied[index.fqn]
+        return find_tensor_shard(copied, index) if isinstance(copied, TensorParts) else copied
 
 
 def plan_checkpoint(state: dict[str, Any], ranks: CheckpointRanks) -> CheckpointPlanner:

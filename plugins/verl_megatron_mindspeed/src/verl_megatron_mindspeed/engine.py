@@ -1,0 +1,171 @@
+"""The megatron engine: a Megatron-core model of a Hugging Face folder, under Megatron's own schedules."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from verl_engine.contract.errors import UnsupportedError
+from verl_engine.engine.base import Engine
+from verl_engine.engine.device import Device
+from verl_megatron_mindspeed.forward.schedule import Schedule
+from verl_megatron_mindspeed.model.build import build_model
+from verl_megatron_mindspeed.parallel import build_groups
+from verl_megatron_mindspeed.update.checkpoint import load_state, training_state
+from verl_megatron_mindspeed.update.offload import Offload
+from verl_megatron_mindspeed.update.training import Training
+from verl_megatron_mindspeed.weights.weight_map import WeightMap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    import torch
+
+    from verl_engine.batch.packed import PackedBatch
+    from verl_engine.contract.optimizer_step import OptimizerStep
+    from verl_engine.engine.base import LossFn, WeightShard, WeightSpec
+    from verl_engine.engine.token_output import TokenOutput
+    from verl_megatron_mindspeed.config import MegatronConfig
+
+
+class MegatronEngine(Engine):
+    """One rank's part of the model, with its part of the optimizer's state."""
+
+    config: MegatronConfig
+    gradient_divisor = 1  # with calculate_per_token_loss Megatron sums over the data-parallel ranks
+
+    def __init__(self, config: MegatronConfig, model_folder: Path) -> None:
+        """Build groups, model and optimizer, and read the weights; every rank does."""
+        self.config = config
+        self.device = Device.resolve(config.device, int(os.environ.get("LOCAL_RANK", dist.get_rank())))
+        self.parallel = build_groups(config)
+        self.data_parallel = self.parallel.data
+        self.model = build_model(config, model_folder, self.parallel, self.device)
+        self.weights = WeightMap(self.model, self.parallel, self.device)
+        self.weights.load_folder(model_folder)
+        self._training = None if config.forward_only else Training(config, self.model, self.parallel, self.device)
+        self._offload = Offload(self.model, self._training, self.device)
+        self.schedule = Schedule(config, self.model, self.parallel, self.device)
+
+    @property
+    def training(self) -> Training:
+        """Gradient buffers, optimizer and schedule of learning rates.
+
+        Raises:
+            UnsupportedError: the engine is forward-only.
+        """
+        if self._training is None:
+            raise UnsupportedError("engine.forward_only=true: this engine has no optimizer and cannot train")
+        return self._training
+
+    def forward(self, batch: PackedBatch, temperature: float) -> TokenOutput:
+        """Run the model on a micro-batch, without gradient; every rank of a share gets the output.
+
+        Collectives: those of the model's parallelism, and a broadcast from the last pipeline stage.
+        """
+        self._offload.require("parameters")
+        return self.schedule.infer(batch, temperature)
+
+    def forward_backward(
+        self,
+        micro_batches: Sequence[PackedBatch],
+        loss_fn: LossFn,
+        loss_scale: float,
+        temperature: float,
+        gradient_sync: Callable[[bool], AbstractContextManager[None]],
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Accumulate the gradient through Megatron's schedule; see the base class."""
+        self._offload.require("parameters", "gradients")
+        return self.schedule.train(self.training, micro_batches, loss_fn, loss_scale, temperature, gradient_sync)
+
+    def gradient_sync(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
+        """See ``engine_gradient_sync``."""
+        return self.training.gradient_sync(is_last_micro_batch=is_last_micro_batch)
+
+    def optimizer_step(self) -> OptimizerStep:
+        """Clip and step, or skip when the norm is not finite; see ``engine_optimizer_step``."""
+        self._offload.require("parameters", "gradients", "optimizer")
+        return self.training.step()
+
+    def zero_grad(self) -> None:
+        """Forget all gradients, and an unfinished pass; see the base class."""
+        if self._training is not None:
+            self._training.zero_grad()
+
+    def set_training(self, training: bool) -> None:
+        """Switch between train and eval mode."""
+        for chunk in self.model.chunks:
+            chunk.train(training)
+
+    def local_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what a snapshot holds, live: this rank's weights, their float32 masters, and buffers."""
+        self._settle()
+        for index, chunk in enumerate(self.model.chunks):
+            for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
+                yield f"{index}.{name}", tensor.detach()
+        if self._training is not None:
+            yield from self._training.masters()
+
+    def weight_specs(self) -> list[WeightSpec]:
+        """List the exported weights."""
+        return self.weights.specs()
+
+    def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield whole weights; see the base class. Collectives: a broadcast from each rank that has a part."""
+        self._settle()
+        return self.weights.full_weights(names)
+
+    def weight_shards(self) -> Iterator[WeightShard]:
+        """Yield this rank's parts; those that other ranks hold come empty. See the base class."""
+        self._settle()
+        return self.weights.weight_shards()
+
+    def load_full_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take whole weights; see the base class. No collectives."""
+        self._settle()
+        try:
+            self.weights.load_full_weights(weights)
+        finally:
+            self._note_loaded()  # those before a misfit are in
+
+    def load_weight_shards(self, shards: Iterable[WeightShard]) -> None:
+        """Take this rank's parts; see the base class."""
+        self._settle()
+        try:
+            self.weights.load_weight_shards(shards)
+        finally:
+            self._note_loaded()
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write a Hugging Face folder; see the base class."""
+        names = [spec.name for spec in self.weight_specs()]
+        self.model.save_pretrained(self.full_weights(names), folder)
+
+    def move(self, *, to_cpu: bool, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> None:
+        """Move parts to the CPU or back; see the base class. No collectives."""
+        self._settle()
+        self._offload.move(to_cpu=to_cpu, parameters=parameters, gradients=gradients, optimizer=optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that training goes on from; see the base class."""
+        self._settle()
+        return training_state(self.weights, self._training)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take such a state; see the base class."""
+        load_state(self.weights, self._training, state)
+        self.note_weights_changed()
+
+    def _settle(self) -> None:
+        """Wait until the weights are those of the last step, which may still be gathered while the next forward runs."""
+        if self._training is not None:
+            self._training.gather_parameters()
+
+    def _note_loaded(self) -> None:
+        if self._training is not None:
+            self._training.take_masters_from_model()
+        self.note_weights_changed()

@@ -1,0 +1,72 @@
+"""What a Hugging Face folder's config says, in the words of transformers 4 and 5 alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import transformers
+
+from verl_engine.contract.errors import ModelError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedConfig
+
+    from verl_megatron_mindspeed.config import MegatronConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """How positions turn queries and keys."""
+
+    base: float
+    kind: str
+    """``default``, or the name of a way to stretch it."""
+    settings: dict[str, Any]
+    """The numbers of that way."""
+
+
+def read_hf_config(config: MegatronConfig, folder: Path) -> PreTrainedConfig:
+    """Read a folder's config; for a critic it is that of a token classifier with a single label.
+
+    Raises:
+        ModelError: the folder holds no config that transformers knows, or none that can be a critic's.
+    """
+    try:
+        found = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises all kinds
+        raise ModelError(f"model folder {folder} holds no model config that transformers can read: {error}") from error
+    hf_config = cast("PreTrainedConfig", found)
+    if config.head == "value":
+        _become_critic(hf_config, folder)
+    return hf_config
+
+
+def read_rotary(hf_config: PreTrainedConfig) -> Rotary:
+    """Return the rotary positions of a config: transformers 5 keeps all in one place, version 4 in two."""
+    settings = dict(getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {})
+    base = settings.pop("rope_theta", None) or getattr(hf_config, "rope_theta", None) or 10000.0
+    kind = settings.pop("rope_type", None) or settings.pop("type", None) or "default"
+    settings.pop("type", None)
+    return Rotary(float(base), str(kind), settings)
+
+
+def _become_critic(hf_config: PreTrainedConfig, folder: Path) -> None:
+    """Turn the config of a language model or critic into that of a critic, as transformers writes and reads one."""
+    known: Any = transformers.AutoModelForTokenClassification._model_mapping  # noqa: SLF001 - it has no public access
+    if type(hf_config) not in known:
+        raise ModelError(
+            f"engine.head=value: transformers has no token classifier for model type {hf_config.model_type!r} of "
+            f"{folder}, whose last layer would be the critic's; start the critic from a model of another type, such as "
+            "llama or qwen3, or use an algorithm without one"
+        )
+    if hf_config.num_labels != 1 and any("Classification" in name for name in hf_config.architectures or ()):
+        raise ModelError(
+            f"engine.head=value: {folder} holds a classifier of {hf_config.num_labels} labels, and a value is one "
+            "number; start the critic from a language model, a reward model of one label, or another critic"
+        )
+    hf_config.num_labels = 1
+    hf_config.classifier_dropout = 0.0  # a value is a regression: noise in its last layer would only blur it
+    hf_config.architectures = [known[type(hf_config)].__name__]

@@ -1,0 +1,128 @@
+"""What can be run: the kinds of models that are proven, and how they may be divided."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from verl_engine.contract.errors import ConfigError, ModelError
+from verl_megatron_mindspeed.model.hf_config import read_rotary
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedConfig
+
+    from verl_megatron_mindspeed.config import MegatronConfig
+
+PROVEN: Final = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+"""Model types whose logits our tests compare with those of transformers."""
+_LLAMA3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""The numbers of llama3's rotary positions that Megatron has fixed."""
+
+
+def check_model(config: MegatronConfig, hf_config: PreTrainedConfig, folder: Path) -> None:
+    """Check that Megatron's model would be that of the folder, and that it can be divided as configured.
+
+    Raises:
+        ModelError: it would be another model.
+        ConfigError: it cannot be divided so.
+    """
+    if hf_config.model_type not in PROVEN:
+        raise ModelError(
+            f"model folder {folder} holds a model of type {hf_config.model_type!r}, and Megatron's model is proven to "
+            f"compute the same for {', '.join(PROVEN)} only; take a model of these types, or another backend, such as "
+            "fsdp2"
+        )
+    for problem in _differences(hf_config):
+        raise ModelError(f"model folder {folder}: {problem}; take another model, or another backend, such as fsdp2")
+    _check_division(config, hf_config)
+    if getattr(hf_config, "num_experts_per_tok", None):
+        _check_experts(config, hf_config)
+    else:
+        _check_no_experts(config, hf_config)
+
+
+def _differences(hf_config: PreTrainedConfig) -> list[str]:
+    """Say what of the model Megatron would compute otherwise, or not at all."""
+    found = []
+    if hf_config.hidden_act != "silu":
+        found.append(f"hidden_act={hf_config.hidden_act!r}, and the engine computes 'silu' only")
+    layer_types = getattr(hf_config, "layer_types", None)
+    windows = getattr(hf_config, "use_sliding_window", False) and hf_config.sliding_window
+    if any(kind != "full_attention" for kind in layer_types) if layer_types else windows:
+        found.append("it has sliding windows, and the engine computes full attention only")
+    if getattr(hf_config, "attention_bias", False):
+        found.append("attention_bias=true, and the engine has no bias after attention")
+    if not getattr(hf_config, "qkv_bias", True):
+        found.append("qkv_bias=false, and the engine has this bias")
+    if getattr(hf_config, "mlp_bias", False):
+        found.append("mlp_bias=true, and the engine has no bias there")
+    if (factor := _partial(hf_config)) != 1.0:
+        found.append(f"partial_rotary_factor={factor}, and the engine turns whole heads only")
+    if list(getattr(hf_config, "mlp_only_layers", None) or []) or getattr(hf_config, "decoder_sparse_step", 1) != 1:
+        found.append("some of its layers have experts and some have not; the engine runs models whose layers are alike")
+    return [*found, *_rotary_difference(hf_config)]
+
+
+def _partial(hf_config: PreTrainedConfig) -> Any:
+    settings = read_rotary(hf_config).settings
+    return settings.get("partial_rotary_factor") or getattr(hf_config, "partial_rotary_factor", None) or 1.0
+
+
+def _rotary_difference(hf_config: PreTrainedConfig) -> list[str]:
+    rotary = read_rotary(hf_config)
+    if rotary.kind == "default":
+        return []
+    if rotary.kind != "llama3":
+        return [f"rope_type={rotary.kind!r}; the engine computes 'default' and 'llama3' only"]
+    given = {name: rotary.settings.get(name) for name in _LLAMA3}
+    if given != _LLAMA3:
+        return [f"rope_type='llama3' with {given}; Megatron has fixed {_LLAMA3}"]
+    return []
+
+
+def _check_division(config: MegatronConfig, hf_config: PreTrainedConfig) -> None:
+    tensor, stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    parts = stages * config.virtual_pipeline_parallel_size
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        _divides("tensor_parallel_size", tensor, name, getattr(hf_config, name))
+    num_layers = hf_config.num_hidden_layers
+    what = "pipeline_parallel_size"
+    if parts != stages:
+        what += " * virtual_pipeline_parallel_size"
+    _divides(what, parts, "num_hidden_layers", num_layers)
+    if config.recompute == "full" and config.recompute_method == "uniform":
+        _divides(
+            "recompute_num_layers", config.recompute_num_layers, "layers of each pipeline part", num_layers // parts
+        )
+
+
+def _check_experts(config: MegatronConfig, hf_config: PreTrainedConfig) -> None:
+    _divides("expert_parallel_size", config.expert_parallel_size, "num_experts", hf_config.num_experts)
+    _divides(
+        "expert_tensor_parallel_size",
+        config.expert_tensor_ranks,
+        "moe_intermediate_size",
+        hf_config.moe_intermediate_size,
+    )
+    if config.tensor_parallel_size > 1 and not config.sequence_parallel:
+        raise ConfigError(
+            f"engine.tensor_parallel_size={config.tensor_parallel_size} with a mixture of experts needs "
+            "engine.sequence_parallel=true: Megatron's experts would see every token once for each rank"
+        )
+
+
+def _check_no_experts(config: MegatronConfig, hf_config: PreTrainedConfig) -> None:
+    for name in ("expert_parallel_size", "expert_tensor_parallel_size"):
+        value = getattr(config, name)
+        if value not in (None, 1):
+            raise ConfigError(
+                f"engine.{name}={value} is for mixtures of experts, and model type {hf_config.model_type!r} has none; "
+                "leave it out"
+            )
+
+
+def _divides(name: str, value: int, what: str, number: int) -> None:
+    if number % value:
+        allowed = ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)
+        raise ConfigError(f"engine.{name}={value} does not divide the model's {what}={number}; use one of {allowed}")

@@ -1,0 +1,48 @@
+"""Something that every rank does and that may fail on one: then all of them raise, and none is left waiting."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+
+from verl_engine.contract.errors import EngineError, ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Result = TypeVar("Result")
+
+
+def on_all_ranks(function: Callable[[], Result], what: str) -> list[Result]:
+    """Call something on every rank, and return what all of them got; where one fails, all raise.
+
+    Args:
+        function: without collectives; its result is small.
+        what: it is about, for messages.
+    Raises:
+        ModelError: on the ranks where nothing was wrong; on the others their own error.
+    Collectives: an all-gather of the results.
+    """
+    result: Any = None
+    failure: Exception | None = None
+    try:
+        result = function()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for this one
+        failure = error
+    own = (result, "" if failure is None else f"{type(failure).__name__}: {failure}")
+    told: list[tuple[Any, str]] = [own]
+    if num_ranks() > 1:
+        told = told * num_ranks()
+        dist.all_gather_object(told, own)
+    if isinstance(failure, EngineError):
+        raise failure
+    for rank, (_, text) in enumerate(told):
+        if text:
+            raise ModelError(f"{what}: rank {rank} failed: {text}") from failure
+    return [found for found, _ in told]
+
+
+def num_ranks() -> int:
+    """Return how many there are in the world."""
+    return dist.get_world_size() if dist.is_initialized() else 1

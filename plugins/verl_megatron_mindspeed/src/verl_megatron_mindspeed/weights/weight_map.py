@@ -1,0 +1,251 @@
+"""Weights under Hugging Face names, in and out of a Megatron model that is divided among ranks."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from verl_engine.contract.errors import WeightsError
+from verl_engine.engine.base import WeightShard, WeightSpec
+from verl_engine.engine.weights.shards import part_of
+from verl_engine.engine.weights.tensor_parts import TensorParts
+from verl_megatron_mindspeed.weights.agreement import num_ranks, on_all_ranks
+from verl_megatron_mindspeed.weights.fit import missing_weights, report
+from verl_megatron_mindspeed.weights.folder import WeightFolder
+from verl_megatron_mindspeed.weights.places import blocks_of, find_places
+from verl_megatron_mindspeed.weights.saving import save_pretrained
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    from verl_engine.engine.device import Device
+    from verl_megatron_mindspeed.model.build import MegatronModel
+    from verl_megatron_mindspeed.parallel import Parallel
+    from verl_megatron_mindspeed.weights.pieces import Block, Held
+
+
+@dataclass(frozen=True, slots=True)
+class _Holding:
+    """What a rank says of a weight that it holds a part of."""
+
+    spec: WeightSpec
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class WeightMap:
+    """Where each Hugging Face weight lies in this rank's parameters, and which ranks hold the rest."""
+
+    def __init__(self, model: MegatronModel, parallel: Parallel, device: Device) -> None:
+        """Find the place of every parameter, and hear of the other ranks'.
+
+        Raises:
+            ModelError: a parameter that no Hugging Face weight is known for; on every rank.
+        Collectives: an all-gather of small objects.
+        """
+        self._model = model
+        self._device = device
+        self._folder: Path | None = None
+        self._generation_config: str | None = None
+
+        def look() -> list[_Holding]:
+            self._blocks = blocks_of(find_places(model, parallel))
+            return [_holding(name, block) for name, block in self._blocks.items() if not block.is_copy]
+
+        specs: dict[str, WeightSpec] = {}
+        self._senders: dict[str, dict[_Holding, int]] = {}
+        for rank, held in enumerate(on_all_ranks(look, "the model's parameters")):
+            for holding in held:
+                specs[holding.spec.name] = holding.spec
+                # Replicas are equal, and the first rank that has one sends it.
+                self._senders.setdefault(holding.spec.name, {}).setdefault(holding, rank)
+        self._specs = {name: specs[name] for name in sorted(specs, key=_in_natural_order)}
+
+    def specs(self) -> list[WeightSpec]:
+        """List all weights of the model, on every rank the same, layer by layer."""
+        return list(self._specs.values())
+
+    def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Put whole weights together one by one; each is valid until the next is taken.
+
+        No more than one whole weight is alive at a time, if the caller lets go of it before it takes the next.
+
+        Raises:
+            WeightsError: there is no such weight.
+        Collectives: a broadcast, over all ranks, of each part; what several ranks hold is sent once.
+        """
+        for name in names:
+            if name not in self._specs:
+                raise WeightsError(f"weight {name} was asked for, and the model has none of that name")
+            yield name, self._whole(self._specs[name])
+
+    def _whole(self, spec: WeightSpec) -> torch.Tensor:
+        own = self._blocks.get(spec.name)
+        if num_ranks() == 1:
+            assert own is not None
+            return own.content().to(self._device.torch_device)
+        whole = torch.empty(spec.shape, dtype=spec.dtype, device=self._device.torch_device)
+        for holding, sender in self._senders[spec.name].items():
+            place = part_of(whole, holding.offsets, holding.shape)
+            sent = place if place.is_contiguous() else torch.empty_like(place, memory_format=torch.contiguous_format)
+            if sender == dist.get_rank():
+                assert own is not None
+                sent.copy_(own.content())
+            # As bytes: not every dtype is known to every communication library.
+            dist.broadcast(sent.view(-1).view(torch.uint8), src=sender)
+            if sent is not place:
+                place.copy_(sent)
+        return whole
+
+    def weight_shards(self) -> Iterator[WeightShard]:
+        """Yield this rank's part of each weight, empty where it holds none. No collectives."""
+        for spec in self._specs.values():
+            own = self._blocks.get(spec.name)
+            if own is None:
+                nothing = torch.empty((0, *spec.shape[1:]), dtype=spec.dtype, device=self._device.torch_device)
+                yield WeightShard(spec.name, spec.shape, (0,) * len(spec.shape), nothing)
+            else:
+                yield WeightShard(spec.name, spec.shape, own.offsets, own.content())
+
+    def load_full_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy whole weights into the parameters; each rank cuts out its own part. No collectives.
+
+        Raises:
+            WeightsError: a name or shape that the model does not have, or a weight that is missing.
+        """
+        missing = dict(self._specs)
+        for name, whole in weights:
+            spec = _take(missing, name, f"of shape {tuple(whole.shape)}")
+            if tuple(whole.shape) != spec.shape:
+                raise WeightsError(
+                    f"weight {name} of shape {tuple(whole.shape)} does not fit: the model has shape {spec.shape}"
+                )
+            own = self._blocks.get(name)
+            if own is not None:
+                own.fill(part_of(whole, own.offsets, own.shape))
+        _require_none(missing)
+
+    def load_weight_shards(self, shards: Iterable[WeightShard]) -> None:
+        """Copy parts into the parameters, as `weight_shards` of the same rank gives them. No collectives.
+
+        Raises:
+            WeightsError: a name or place that is not this rank's, or a weight that is missing.
+        """
+        missing = dict(self._specs)
+        for shard in shards:
+            what = f"at {shard.offsets}, of shape {tuple(shard.tensor.shape)}, in {shard.view_shape}"
+            spec = _take(missing, shard.name, what)
+            own = self._blocks.get(shard.name)
+            offsets = (0,) * len(spec.shape) if own is None else own.offsets
+            shape = (0, *spec.shape[1:]) if own is None else own.shape
+            if (shard.view_shape, shard.offsets, tuple(shard.tensor.shape)) != (spec.shape, offsets, shape):
+                raise WeightsError(
+                    f"the part of {shard.name} {what} is not this rank's, which is at {offsets}, of shape {shape}, in "
+                    f"{spec.shape}"
+                )
+            if own is not None:
+                own.fill(shard.tensor)
+        _require_none(missing)
+
+    def load_folder(self, folder: Path) -> None:
+        """Read the weights; each rank reads its own parts. A head that a critic's folder lacks stays as it is.
+
+        Raises:
+            ModelError: weights are missing, damaged or of another shape; on every rank.
+        Collectives: an all-gather of small objects.
+        """
+        generation = folder / "generation_config.json"
+        if generation.is_file() and self._model.head != "value":
+            self._generation_config = generation.read_text(encoding="utf-8")
+        self._folder = folder
+        fresh = self.read_folder_into(lambda parameter: parameter.detach())
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            report(folder, self._specs, fresh, "lm_head.weight" if self._model.tied else "")
+
+    def read_folder_into(self, get: Callable[[torch.Tensor], Held]) -> set[str]:
+        """Read the weights of the folder of `load_folder` into something else, such as unrounded float32 masters.
+
+        Args:
+            get: gives what this rank holds for a parameter; live.
+        Returns:
+            The weights that the folder lacks, of a critic's head; for them nothing was read.
+        Raises:
+            ModelError: as `load_folder`.
+        Collectives: an all-gather of small objects.
+        """
+        folder = self._folder
+        assert folder is not None, "load_folder comes first"
+
+        def read() -> set[str]:
+            with WeightFolder(folder) as found:
+                fresh = missing_weights(found, self._specs, self._head_names())
+                for name, block in self._blocks.items():
+                    if name not in fresh:
+                        for offsets, part in block.parts(get):
+                            part.copy_(found.read(name, offsets, part.shape))
+            return fresh
+
+        return on_all_ranks(read, f"model folder {folder}")[0]
+
+    def _head_names(self) -> set[str]:
+        """Return which weights a folder may lack."""
+        if self._model.head != "value":
+            return set()
+        return {*self._model.hf_names("output_layer.weight"), *self._model.hf_names("output_layer.bias")}
+
+    def tensor_parts(
+        self, get: Callable[[torch.Tensor], Held], *, dtype: torch.dtype = torch.float32
+    ) -> dict[str, TensorParts]:
+        """Say what this rank holds of something that is kept for every parameter, by the weights' names.
+
+        Args:
+            get: gives what this rank holds for a parameter; live.
+            dtype: of what is kept.
+        Returns:
+            All weights of the model in the order of `specs`, maybe without any part. A tied output layer's copy is read
+            from a checkpoint, not written into it; so are flat ranges of what the tensor-parallel ranks hold alike.
+        """
+        found = {}
+        for spec in self._specs.values():
+            block = self._blocks.get(spec.name)
+            parts = [] if block is None else list(block.parts(get))
+            is_written = block is None or not (block.is_copy or block.is_replica)
+            found[spec.name] = TensorParts(spec.shape, dtype, parts, is_written=is_written)
+        return found
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write a Hugging Face folder with these weights.
+
+        Collectives: those of all `full_weights`, then a broadcast.
+        """
+        dtype = next(iter(self._specs.values())).dtype
+        save_pretrained(
+            self.full_weights(list(self._specs)), self._model.hf_config, dtype, self._generation_config, folder
+        )
+
+
+def _holding(name: str, block: Block) -> _Holding:
+    return _Holding(WeightSpec(name, block.whole_shape, block.dtype), block.offsets, block.shape)
+
+
+def _take(missing: dict[str, WeightSpec], name: str, what: str) -> WeightSpec:
+    """Tick off a weight that came."""
+    if name not in missing:
+        raise WeightsError(f"weight {name} {what} does not fit: the model has no such weight, or had it already")
+    return missing.pop(name)
+
+
+def _require_none(missing: dict[str, WeightSpec]) -> None:
+    if missing:
+        raise WeightsError(f"{len(missing)} weights are missing: {', '.join(sorted(missing)[:5])}")
+
+
+def _in_natural_order(name: str) -> list[tuple[bool, int, str]]:
+    """Sort numbers in names as numbers."""
+    parts = re.split(r"(\d+)", name)
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]

@@ -38,6 +38,7 @@ def test_what_is_patched_at_once_is_listed_with_its_reason() -> None:
 def test_what_waits_for_an_import_is_listed() -> None:
     report = describe_patches("adaptor")
     assert (report.patches, report.waiting, report.error) == ((), ("fakeframe.ops",), "")
+    assert report.promised["fakeframe.ops:norm"] == "the original is slow"
 
 
 @pytest.mark.usefixtures("framework")

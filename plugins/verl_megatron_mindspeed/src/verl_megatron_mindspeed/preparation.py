@@ -1,28 +1,66 @@
-"""What a process needs before Megatron may be imported in it, by the kind of its device."""
+"""What a process needs before Megatron may be imported in it, by the kind of its device. Imports no torch by itself."""
 
 from __future__ import annotations
 
-import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from verl_engine.engine.device import Device
+from verl_engine.contract.errors import ConfigError
+from verl_megatron_mindspeed.mindspeed_config import MindSpeedConfig
 
 if TYPE_CHECKING:
+    from verl_engine.contract.backend import PatchPromise
     from verl_megatron_mindspeed.config import MegatronConfig
+
+SETTINGS: Final = ("device", "mindspeed")
+"""Fields of the config that preparation reads: engines of one process must agree on them."""
+
+
+def promised_patches(config: MegatronConfig) -> tuple[PatchPromise, ...]:
+    """Say what `prepare_process` replaces, for the host, which checks that it did.
+
+    The host asks in the process that it is about to prepare, so ``device: auto`` is as certain here as it is there.
+    """
+    kind = _device_kind(config)
+    if kind == "cpu":
+        from verl_megatron_mindspeed.cpu_support.touchpoints import PATCHES
+
+        return PATCHES
+    if kind == "npu":
+        from verl_megatron_mindspeed.mindspeed.promises import PATCHES as NPU_PATCHES
+
+        return NPU_PATCHES
+    return ()
 
 
 def prepare_process(config: MegatronConfig) -> None:
     """Patch what needs patching; see ``engine_prepare_process``.
 
     Raises:
+        ConfigError: there is no such device, or MindSpeed is configured for another.
         PatchError: MindSpeed is missing on an NPU, or did not patch all that it should.
     """
-    kind = Device.resolve(config.device, int(os.environ.get("LOCAL_RANK", "0"))).kind
+    kind = _found_kind(config.device)
+    if kind != "npu" and config.mindspeed != MindSpeedConfig():
+        raise ConfigError(
+            f"engine.mindspeed is for NPUs, and engine.device={config.device} is {kind} here; leave it out"
+        )
     if kind == "cpu":
-        from verl_megatron_mindspeed.cpu_support import install
+        from verl_megatron_mindspeed.cpu_support.install import install
 
         install()
     elif kind == "npu":
         from verl_megatron_mindspeed.mindspeed.adaptor import apply
 
         apply(config)
+
+
+def _device_kind(config: MegatronConfig) -> str:
+    """Return the kind of this process's device; looking for one, where it is ``auto``, imports torch."""
+    return _found_kind("auto") if config.device == "auto" else config.device
+
+
+def _found_kind(device: str) -> str:
+    """Look whether there is such a device."""
+    from verl_engine.engine.device import Device
+
+    return Device.resolve(device).kind

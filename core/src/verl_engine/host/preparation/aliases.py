@@ -4,13 +4,13 @@ Looked at are the names of every module, the attributes of their classes, and wh
 level deep: entries of registries, attributes of instances, arguments of partials, default arguments and closures of
 functions. What lies deeper, or in an object that no module knows, is not found. What a subclass inherits from a class
 is not looked at: a replacement often is a subclass itself. Flags such as ``True`` cannot be told apart by identity and
-have no aliases.
+have no aliases; nor has a module: whoever imports it holds it, and means it.
 """
 
 from __future__ import annotations
 
 import sys
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 from verl_engine.host.preparation.holdings import attribute_setter, holdings
@@ -19,7 +19,7 @@ from verl_engine.host.preparation.module_source import stored_names
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-_NO_IDENTITY = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset)
+_NO_IDENTITY = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset, ModuleType)
 
 
 class Alias(NamedTuple):

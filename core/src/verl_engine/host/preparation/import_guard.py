@@ -5,7 +5,13 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Literal
 
-from verl_engine.contract.errors import HookError, ImportOrderError, PatchError, PreparationConflictError
+from verl_engine.contract.errors import (
+    EngineError,
+    HookError,
+    ImportOrderError,
+    PatchError,
+    PreparationConflictError,
+)
 from verl_engine.host.preparation.importers import first_loaded
 from verl_engine.host.preparation.owner import preparing
 from verl_engine.host.preparation.patch_promises import PatchPromises, checked_promises
@@ -159,6 +165,8 @@ def require_preparation(backend: object, label: str, spec: BackendSpec) -> Prepa
 def _promised_patches(label: str, spec: BackendSpec, config: EngineConfig) -> tuple[PatchPromise, ...]:
     try:
         promises: object = spec.promised_patches(config)
+    except EngineError:  # such as a device that is not there
+        raise
     except Exception as cause:  # a stranger's function can raise anything
         raise HookError(f"{label}: SPEC.patches(config) failed: {type(cause).__name__}: {cause}") from cause
     return checked_promises(promises, label)

@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from verl_engine.contract.errors import EngineError
@@ -36,6 +36,8 @@ class PatchReport:
     """What was patched, in order; empty for most backends."""
     waiting: tuple[str, ...] = ()
     """Modules that will be patched when they are first imported."""
+    promised: Mapping[str, str] = field(default_factory=dict)
+    """What the backend promises to patch in them: name and reason."""
     error: str = ""
     """Class and message of what made it fail; empty where it did not."""
 
@@ -70,7 +72,7 @@ def describe_patches(backend: str, section: Mapping[str, Any] | None = None, tim
         words = done.stderr.strip()[-_FIRST_LINES:]
         return PatchReport(backend, error=f"the process ended with exit code {done.returncode} and no report: {words}")
     patches = tuple(PatchRecord(**record) for record in answer["patches"])
-    return PatchReport(backend, patches, tuple(answer["waiting"]), answer["error"])
+    return PatchReport(backend, patches, tuple(answer["waiting"]), answer["promised"], answer["error"])
 
 
 def main() -> None:
@@ -85,17 +87,20 @@ def main() -> None:
 
 
 def _prepare(backend: str, section: dict[str, Any]) -> PatchReport:
-    error, waiting = "", []
+    error, waiting, promised = "", [], {}
     try:
         host = BackendHost.load(backend)
         known = {"backend": backend, "learning_rate": 1e-6}
-        host.prepare_process(validate(host.spec.config_class, {**known, **section}, at="engine"))
+        config = validate(host.spec.config_class, {**known, **section}, at="engine")
+        host.prepare_process(config)
         waiting = waiting_modules(host.label)
+        promises = {promise.target: promise.reason for promise in host.spec.promised_patches(config)}
+        promised = {name: why for name, why in promises.items() if name.partition(":")[0] in waiting}
     except EngineError as failure:
         error = f"{type(failure).__name__}: {failure}"
     except Exception as failure:  # noqa: BLE001 - a stranger's hook can raise anything, and the report must say so
         error = f"{type(failure).__name__}: {failure} (raised by engine_prepare_process)"
-    return PatchReport(backend, patch_record.records(), tuple(waiting), error)
+    return PatchReport(backend, patch_record.records(), tuple(waiting), promised, error)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,86 @@
+"""Put the patches in place."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from verl_engine.host.preparation.patching import patch
+from verl_megatron_mindspeed.cpu_support import torch_on_cpu
+from verl_megatron_mindspeed.cpu_support.tensors_like_cuda import with_tensors_like_cuda
+from verl_megatron_mindspeed.cpu_support.touchpoints import (
+    DISPATCH_PATCH,
+    GET_RANDOM_PATCH,
+    ROUTER_PATCH,
+    SET_RANDOM_PATCH,
+    TENSOR_PATCHES,
+    TORCH_PATCHES,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_ADVICE_FOR_CUDA: Final = (
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    "When using (async grad allreduce|sequence parallelism) it is recommended to set .*CUDA_DEVICE_MAX_CONNECTIONS",
+)
+"""Beginnings of warnings that Megatron gives at its import or while it builds a model, and that say nothing here."""
+
+
+def install() -> None:
+    """Patch Megatron's modules when they are imported; call it once, in ``engine_prepare_process``."""
+    for promise in TORCH_PATCHES:
+        patch(promise.target, lambda _: torch_on_cpu)
+    for promise in TENSOR_PATCHES:
+        patch(promise.target, with_tensors_like_cuda)
+    patch(GET_RANDOM_PATCH.target, lambda _: _get_rng_state)
+    patch(SET_RANDOM_PATCH.target, lambda _: _set_rng_state)
+    patch(DISPATCH_PATCH.target, _making_numpy)
+    patch(ROUTER_PATCH.target, lambda _: _router_gating_linear)
+    for words in _ADVICE_FOR_CUDA:
+        warnings.filterwarnings("ignore", words, UserWarning, module=r"megatron\.core\.")
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_is_no_false_alarm)
+
+
+def _is_no_false_alarm(record: logging.LogRecord) -> bool:
+    """Drop Megatron's alarm, at each dropout, that the CPU's random numbers moved: here they are the device's."""
+    return "CPU RNG state changed" not in record.getMessage()
+
+
+def _get_rng_state(*_: object, **__: object) -> torch.Tensor:
+    """Return the state of the CPU's generator."""
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, *_: object, **__: object) -> None:
+    """Set the CPU's generator."""
+    torch.set_rng_state(new_state)
+
+
+def _making_numpy(move: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Megatron's function make numpy arrays also of what is on the CPU already."""
+
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        moved = move(tensor, as_numpy, record_stream)
+        return moved.numpy() if as_numpy and isinstance(moved, torch.Tensor) else moved
+
+    return maybe_move_tensor_to_cpu
+
+
+def _router_gating_linear(
+    inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, router_dtype: torch.dtype
+) -> torch.Tensor:
+    """Score experts in the router's dtype.
+
+    Args:
+        inp: [..., hidden], any floating-point dtype.
+        weight: [experts, hidden].
+        bias: [experts], or None.
+        router_dtype: of the result, [..., experts].
+    """
+    wide_bias = None if bias is None else bias.to(router_dtype)
+    return torch.nn.functional.linear(inp.to(router_dtype), weight.to(router_dtype), wide_bias)

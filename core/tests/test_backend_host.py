@@ -11,7 +11,13 @@ import pytest
 
 from core.tests.fake_distributions import HOOKS, write_distribution
 from verl_engine import BackendHost, BackendSpec, Capabilities, EngineConfig, OptimizerStep, PatchPromise, hookimpl
-from verl_engine.contract.errors import HookError, PluginApiVersionError, UnknownPluginError, UnsupportedError
+from verl_engine.contract.errors import (
+    ConfigError,
+    HookError,
+    PluginApiVersionError,
+    UnknownPluginError,
+    UnsupportedError,
+)
 from verl_engine.contract.names import BACKENDS_GROUP
 
 NO_SNAPSHOTS = Capabilities(gaps={"snapshots": "a list has no weights"})
@@ -252,6 +258,15 @@ def test_promises_that_depend_on_the_config_are_checked_too(promises: object, me
 
     host = BackendHost.from_module(make_module(SPEC=replace(SPEC, patches=patches)))
     with pytest.raises(HookError, match=message):
+        host.prepare_process(CONFIG)
+
+
+def test_a_config_that_promises_refuse_is_refused_as_it_says() -> None:
+    def patches(_: EngineConfig) -> Any:
+        raise ConfigError("device='npu' is not available on this machine")
+
+    host = BackendHost.from_module(make_module(SPEC=replace(SPEC, patches=patches)))
+    with pytest.raises(ConfigError, match="is not available on this machine"):
         host.prepare_process(CONFIG)
 
 

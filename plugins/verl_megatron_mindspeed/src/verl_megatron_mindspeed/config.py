@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.errors import ConfigError
-from verl_megatron_mindspeed.mindspeed_config import MindSpeedConfig
+from verl_megatron_mindspeed.mindspeed_config import DERIVED_KEYS, MindSpeedConfig
 
 OWN_OPTIONS: Final = {
     "tensor_model_parallel_size": "tensor_parallel_size",
@@ -53,7 +53,7 @@ class MegatronConfig(EngineConfig):
     expert_tensor_parallel_size: int | None = Field(default=None, ge=1)
     """Ranks that split each expert's matrices; by default as many as ``tensor_parallel_size``."""
     sequence_parallel: bool = False
-    """Split what tensor parallelism leaves whole, norms and dropout, along the tokens: less memory, the same traffic."""
+    """Split what tensor parallelism leaves whole, norms and dropout, along the tokens: less memory, equal traffic."""
 
     distributed_optimizer: bool = True
     """Divide master weights and optimizer state among the data-parallel ranks."""
@@ -87,6 +87,8 @@ class MegatronConfig(EngineConfig):
     def _check_megatron(self) -> MegatronConfig:
         for option in sorted(self.transformer_options.keys() & OWN_OPTIONS.keys()):
             raise ValueError(f"transformer_options sets {option}; set engine.{OWN_OPTIONS[option]} instead")
+        for option in sorted(self.transformer_options.keys() & DERIVED_KEYS.keys()):
+            raise ValueError(f"transformer_options sets {option}, which is decided by {DERIVED_KEYS[option]}")
         if self.virtual_pipeline_parallel_size > 1 and self.pipeline_parallel_size == 1:
             raise ValueError(
                 f"virtual_pipeline_parallel_size={self.virtual_pipeline_parallel_size} needs pipeline_parallel_size of "
@@ -99,6 +101,7 @@ class MegatronConfig(EngineConfig):
         self._check_recompute()
         if self.transformer == "transformer_engine" and self.device == "cpu":
             raise ValueError("transformer=transformer_engine does not run on device=cpu; use auto or local")
+        self.mindspeed.check_engine(self.context_parallel_size, self.transformer)
         if self.mindspeed != MindSpeedConfig() and self.device in ("cpu", "cuda"):
             raise ValueError(f"mindspeed is for device=npu, and it is {self.device}; leave the section out")
         return self

@@ -1,0 +1,79 @@
+"""Whether MindSpeed patched Megatron wholly. It goes on without an error where Megatron was imported too early."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from verl_engine.contract.errors import PatchError
+from verl_engine.host.preparation import patch_record
+from verl_engine.host.preparation.owner import current_owner
+from verl_engine.host.preparation.targets import Target
+from verl_megatron_mindspeed.mindspeed.packages import how_to_install, version_of
+from verl_megatron_mindspeed.mindspeed.stale_names import mend_stale_names
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from verl_megatron_mindspeed.mindspeed.packages import AdaptorPackage
+    from verl_megatron_mindspeed.mindspeed.patches import ForeignPatch
+
+_CONFIG_INIT: Final = Target("megatron.core.transformer.transformer_config", "TransformerConfig.__init__")
+_DECIDE_AT_IMPORT: Final = ("megatron.core.extensions.transformer_engine", "megatron.core.models.gpt.gpt_layer_specs")
+"""Modules with a flag HAVE_TE. A few others have one that stays false with MindSpeed: they ask for more than it has."""
+
+
+def check_patches(package: AdaptorPackage, before: Sequence[ForeignPatch], patches: Sequence[ForeignPatch]) -> None:
+    """Mend what can be mended, check everything, and record the patches for `patch_record.records`.
+
+    Args:
+        package: what patched.
+        before: the patches after its import.
+        patches: those in force, after ``repatch``.
+    Raises:
+        PatchError: names everything that is not patched.
+    """
+    faults = _not_in_place(patches) + _decided_without() + mend_stale_names(before, patches)
+    if faults:
+        versions = " and ".join(
+            f"{name} {version_of(name) or 'of unknown version'}" for name in (package.name, "megatron-core")
+        )
+        raise PatchError(
+            f"{package.module} left Megatron partly unpatched: {'; '.join(faults)}. Here are {versions}, which must "
+            f"belong together. {how_to_install()}"
+        )
+    for patch in patches:
+        if patch.is_withdrawn:
+            continue
+        reason = f"{package.name}: runs on NPUs"
+        patch_record.note_patch(patch.target, current_owner(), patch.original, patch.replacement, "preparation", reason)
+
+
+def _not_in_place(patches: Sequence[ForeignPatch]) -> list[str]:
+    is_wrapped = any(patch.target == _CONFIG_INIT and not patch.is_withdrawn for patch in patches)
+    faults = [] if is_wrapped else [f"{_CONFIG_INIT} is not wrapped"]
+    for patch in patches:
+        if not patch.is_applied:
+            faults.append(f"its patch of {patch.target} is not applied")
+        elif not patch.is_in_place():
+            faults.append(f"{patch.target} does not hold its patch")
+    return faults
+
+
+def _decided_without() -> list[str]:
+    """Say what Megatron decided at its import as if neither Transformer Engine nor Apex had stand-ins."""
+    faults = [
+        f"{name}:HAVE_TE is not true"
+        for name in _DECIDE_AT_IMPORT
+        if getattr(_loaded(name), "HAVE_TE", None) is not True
+    ]
+    adam = getattr(_loaded("megatron.core.optimizer"), "Adam", None)
+    if adam is None or adam in (torch.optim.AdamW, torch.optim.Adam):
+        faults.append("megatron.core.optimizer:Adam is torch's")
+    return faults
+
+
+def _loaded(name: str) -> Any:
+    return sys.modules.get(name)

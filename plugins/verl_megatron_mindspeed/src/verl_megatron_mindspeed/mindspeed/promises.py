@@ -1,0 +1,15 @@
+"""What preparation promises to the host on an NPU. MindSpeed says itself what else it replaces, once it has."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from verl_engine.contract.backend import PatchPromise
+
+PATCHES: Final = (
+    PatchPromise(
+        "megatron.core.transformer.transformer_config:TransformerConfig.__init__",
+        "MindSpeed's layers look for its own arguments in Megatron's config",
+        kept_by=("mindspeed", "megatron_adaptor"),
+    ),
+)

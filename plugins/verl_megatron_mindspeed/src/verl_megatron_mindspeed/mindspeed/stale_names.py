@@ -1,0 +1,104 @@
+"""Who still holds what MindSpeed replaced. MindSpeed changes names that are spelt alike, in modules, and no others.
+
+Names that are taken while Megatron is being imported go stale even where MindSpeed comes first: it imports Megatron to
+patch it. So what can be mended is, and only the rest is a fault.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from types import FunctionType
+from typing import TYPE_CHECKING, Final
+
+from verl_engine.contract.errors import PatchError
+from verl_engine.host.preparation.aliases import Alias, find_aliases, inner_function
+from verl_engine.host.preparation.import_sites import is_within
+from verl_engine.host.preparation.targets import ABSENT, Target
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from verl_megatron_mindspeed.mindspeed.patches import ForeignPatch
+
+_FRAMEWORK: Final = "megatron"
+_KEEPERS: Final = ("mindspeed", "megatron_adaptor")
+"""They keep originals on purpose: their wrappers call them."""
+
+
+def mend_stale_names(before: Sequence[ForeignPatch], patches: Sequence[ForeignPatch]) -> list[str]:
+    """Put the replacements where originals, or replacements of an earlier round, are still held.
+
+    Args:
+        before: the patches after the earlier round.
+        patches: those in force.
+    Returns:
+        The places that cannot be changed.
+    """
+    for alias, target in _stale_names(before, patches):
+        _mend(alias, target.get())
+    return [f"{alias} still holds the original of {target}" for alias, target in _stale_names(before, patches)]
+
+
+def _stale_names(before: Sequence[ForeignPatch], patches: Sequence[ForeignPatch]) -> list[tuple[Alias, Target]]:
+    in_force = {id(inner_function(patch.replacement)) for patch in patches}
+    held: list[tuple[object, Target]] = [
+        (patch.original, patch.target) for patch in patches if patch.original is not ABSENT and not patch.is_withdrawn
+    ]
+    held += [
+        (patch.replacement, patch.target)
+        for patch in before
+        if id(inner_function(patch.replacement)) not in in_force and _is_keepers(patch.replacement)
+    ]
+    targets: dict[int, list[tuple[object, Target]]] = defaultdict(list)
+    for former, target in held:
+        for same in {id(former): former, id(inner_function(former)): inner_function(former)}.values():
+            targets[id(same)].append((former, target))
+    aliases = find_aliases([former for former, _ in held], [patch.replacement for patch in patches])
+    return [
+        (alias, target)
+        for alias in aliases
+        if not any(is_within(alias.module, keeper) for keeper in _KEEPERS)
+        if not _is_own_cell(alias)
+        for target in [next((name for former, name in targets[id(alias.held)] if _is_stale(alias, former, name)), None)]
+        if target is not None
+    ]
+
+
+def _is_stale(alias: Alias, former: object, target: Target) -> bool:
+    """Whether a place should follow a name.
+
+    What was replaced under a name that only borrowed it, such as a module's choice of a norm, is itself still good: the
+    class stays in force where it was defined, and under other names. And what torch or the standard library hold of
+    themselves is theirs; Megatron should have taken the replacement.
+    """
+    if not is_within(target.module, _FRAMEWORK) and not _is_keepers(former):
+        return is_within(alias.module, _FRAMEWORK)
+    is_at_home = getattr(inner_function(former), "__module__", None) == target.module
+    return is_at_home or _is_keepers(former) or alias.place == target.path.rpartition(".")[2]
+
+
+def _is_own_cell(alias: Alias) -> bool:
+    """Whether it is the cell by which the methods of a class know it, for super()."""
+    owner, is_method, _ = alias.place.partition(".")
+    return bool(is_method) and vars(sys.modules[alias.module]).get(owner) is alias.held
+
+
+def _is_keepers(value: object) -> bool:
+    """Whether MindSpeed defined it; a wrapper bears the name and module of what it wraps."""
+    inner = inner_function(value)
+    names = inner.__globals__ if isinstance(inner, FunctionType) else {}
+    home = names.get("__name__", getattr(inner, "__module__", None))
+    return isinstance(home, str) and any(is_within(home, keeper) for keeper in _KEEPERS)
+
+
+def _mend(alias: Alias, replacement: object) -> None:
+    """Change a place if that is possible; a tuple of a module, such as of classes for isinstance, is made anew."""
+    try:
+        alias.replace(replacement)
+    except PatchError:
+        module = sys.modules[alias.module]
+        name = alias.place.partition("[")[0]
+        entries = vars(module).get(name)
+        if type(entries) is tuple:
+            setattr(module, name, tuple(replacement if entry is alias.held else entry for entry in entries))

@@ -1,0 +1,1 @@
+"""Patches Megatron for NPUs."""

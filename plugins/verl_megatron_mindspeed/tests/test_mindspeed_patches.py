@@ -1,0 +1,171 @@
+"""Stale names after MindSpeed, its cache of weights, its arguments, and which package it is: no Megatron needed."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.metadata
+import importlib.util
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from verl_engine.contract.errors import ConfigError, PatchError
+from verl_engine.host.preparation.targets import ABSENT, Target
+from verl_megatron_mindspeed.mindspeed import adaptor
+from verl_megatron_mindspeed.mindspeed.fp8_weights import reset_weight_caches, use_weight_cache
+from verl_megatron_mindspeed.mindspeed.packages import MEGATRON_ADAPTOR, MINDSPEED, choose_package
+from verl_megatron_mindspeed.mindspeed.patches import ForeignPatch
+from verl_megatron_mindspeed.mindspeed.stale_names import mend_stale_names
+
+LAYERS = """
+class Base:
+    def say(self): return "base"
+class Layer(Base):
+    def say(self): return "original of " + super().say()
+def scale(): return "original"
+"""
+
+
+def new_module(monkeypatch: pytest.MonkeyPatch, name: str, code: str, **names: object) -> Any:
+    module = ModuleType(name)
+    vars(module).update(names)
+    exec(code, vars(module))  # noqa: S102 - its own text
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
+@pytest.fixture
+def layers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module of Megatron's; its class and its function are still the originals."""
+    return new_module(monkeypatch, "megatron.layers", LAYERS)
+
+
+def replace(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, code: str) -> ForeignPatch:
+    """Replace a name as MindSpeed does, by what is defined in one of its modules."""
+    original = vars(module).get(name, ABSENT)
+    keeper = new_module(monkeypatch, f"mindspeed.{name}", code, original=original)
+    monkeypatch.setattr(module, name, keeper.new, raising=False)
+    return ForeignPatch(Target(module.__name__, name), original, keeper.new, is_applied=True, owner=module)
+
+
+def test_other_names_tuples_and_default_arguments_are_mended(monkeypatch: pytest.MonkeyPatch, layers: Any) -> None:
+    code = "KINDS = (Layer, str)\ndef use(function=scale): return function()\ntable = {'layer': Layer}\nother = scale"
+    user = new_module(monkeypatch, "megatron.user", code, Layer=layers.Layer, scale=layers.scale)
+    patches = [
+        replace(monkeypatch, layers, "Layer", "class new(original): pass"),
+        replace(monkeypatch, layers, "scale", "def new(): return 'patched'"),
+    ]
+    assert mend_stale_names([], patches) == []
+    assert list(user.KINDS) == [layers.Layer, str]
+    assert user.table == {"layer": layers.Layer}
+    assert user.use() == user.other() == user.scale() == "patched"
+    assert sys.modules["mindspeed.Layer"].original is not layers.Layer, "its own modules keep the original"
+    assert layers.Layer().say() == "original of base", "and methods of the original still find what is above it"
+
+
+def test_methods_of_a_replaced_class_that_has_another_name_keep_their_own(
+    monkeypatch: pytest.MonkeyPatch, layers: Any
+) -> None:
+    layers.Old = layers.Layer
+    original = layers.Layer
+    assert mend_stale_names([], [replace(monkeypatch, layers, "Layer", "class new(original): pass")]) == []
+    assert layers.Old is layers.Layer
+    assert original().say() == "original of base"
+
+
+def test_a_name_that_only_borrowed_a_class_leaves_the_class_where_it_is_at_home(
+    monkeypatch: pytest.MonkeyPatch, layers: Any
+) -> None:
+    specs = new_module(monkeypatch, "megatron.specs", "Norm = Layer", Layer=layers.Layer)
+    assert mend_stale_names([], [replace(monkeypatch, specs, "Norm", "class new: pass")]) == []
+    assert layers.Layer is specs.Layer
+    assert specs.Norm is not specs.Layer
+
+
+def test_what_cannot_be_changed_is_named(monkeypatch: pytest.MonkeyPatch, layers: Any) -> None:
+    new_module(monkeypatch, "megatron.user", "part = partial(scale)", partial=functools.partial, scale=layers.scale)
+    faults = mend_stale_names([], [replace(monkeypatch, layers, "scale", "def new(): pass")])
+    assert faults == ["megatron.user:part (in a partial) still holds the original of megatron.layers:scale"]
+
+
+def test_a_replacement_of_an_earlier_round_is_stale_too(monkeypatch: pytest.MonkeyPatch, layers: Any) -> None:
+    original = layers.scale
+    first = replace(monkeypatch, layers, "scale", "def new(): return 'first'")
+    user = new_module(monkeypatch, "megatron.user", "mine = scale", scale=layers.scale)
+    second = replace(monkeypatch, layers, "scale", "def new(): return 'second'")
+    assert mend_stale_names([first], [second]) == []
+    assert user.mine() == "second"
+    layers.scale = original  # and where its arguments ask for no patch any longer
+    withdrawn = ForeignPatch(first.target, original, original, is_applied=True, owner=layers)
+    assert withdrawn.is_withdrawn
+    assert mend_stale_names([second], [withdrawn]) == []
+    assert user.mine() == "original"
+
+
+def test_torch_keeps_its_own_and_megatron_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = new_module(monkeypatch, "fake_torch", "def compile(): return 'original'\ninside = compile")
+    user = new_module(monkeypatch, "megatron.jit", "fuser = compile", compile=torch.compile)
+    assert mend_stale_names([], [replace(monkeypatch, torch, "compile", "def new(): return 'patched'")]) == []
+    assert (user.fuser(), torch.inside()) == ("patched", "original")
+
+
+def test_a_stand_in_replaces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = new_module(monkeypatch, "fake_engine", "")
+    patch = replace(monkeypatch, engine, "Linear", "class new: pass")
+    assert patch.original is ABSENT
+    assert patch.is_in_place()
+    assert mend_stale_names([], [patch]) == []
+
+
+def test_the_cache_of_weights_is_forgotten_and_gives_no_weight_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    reset_weight_caches()  # where there is none
+    with pytest.raises(ConfigError, match="fp8_reuse_quantized_weight=true, but what is installed has no module"):
+        use_weight_cache()
+    calls: list[object] = []
+    cache = SimpleNamespace(
+        clear_weight_quantization_reuse_cache=lambda: calls.append("clear"), set_weight_release_enabled=calls.append
+    )
+    for name in ("mindspeed", "mindspeed.te", "mindspeed.te.pytorch", "mindspeed.te.pytorch.fp8"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "mindspeed.te.pytorch.fp8.reuse", cache)
+    use_weight_cache()
+    reset_weight_caches()
+    assert calls == [False, "clear"]
+
+
+def test_arguments_go_back_to_the_defaults_and_unknown_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = argparse.Namespace(known=True, left_by_another=2)
+    arguments = SimpleNamespace(
+        get_full_args=lambda: full, get_mindspeed_args=lambda get_defaults: argparse.Namespace(known=not get_defaults)
+    )
+    monkeypatch.setitem(sys.modules, "mindspeed", ModuleType("mindspeed"))
+    monkeypatch.setitem(sys.modules, MINDSPEED.arguments, arguments)
+    adaptor._restore_arguments(MINDSPEED, {"known": True})
+    assert vars(full) == {"known": False}
+    with pytest.raises(ConfigError, match=r"features\.knwon: mindspeed has no such argument; did you mean known\?"):
+        adaptor._restore_arguments(MINDSPEED, {"knwon": True})
+
+
+@pytest.mark.parametrize(
+    ("adaptor_name", "installed", "chosen"),
+    [
+        ("auto", {"mindspeed", "megatron_adaptor"}, MINDSPEED),
+        ("auto", {"megatron_adaptor"}, MEGATRON_ADAPTOR),
+        ("megatron_adaptor", {"mindspeed", "megatron_adaptor"}, MEGATRON_ADAPTOR),
+        ("megatron_adaptor", {"mindspeed"}, None),
+        ("auto", set(), None),
+    ],
+)
+def test_the_package_is_the_one_that_is_asked_for_and_there(
+    monkeypatch: pytest.MonkeyPatch, adaptor_name: str, installed: set[str], chosen: object
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.17.2")
+    if chosen is not None:
+        assert choose_package(adaptor_name) is chosen
+        return
+    with pytest.raises(PatchError, match=r"installed \(engine\.mindspeed\.adaptor=.* git clone -b core_r0\.17\.0"):
+        choose_package(adaptor_name)

@@ -22,7 +22,13 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent
 CONSTRAINTS = "constraints/cpu.txt"
 TORCH = "torch==2.13.0"
-PACKAGES = ("core", "plugins/verl_fsdp", "plugins/verl_megatron_mindspeed", "plugins/verl_async")
+PACKAGES = (
+    "core",
+    "plugins/verl_fsdp",
+    "plugins/verl_fsdp_turbo",
+    "plugins/verl_megatron_mindspeed",
+    "plugins/verl_async",
+)
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis", "hatchling")  # hatchling builds the wheels of a test
 LINT_TOOLS = ("ruff", "import-linter")
 TYPE_TOOLS = ("mypy", "types-PyYAML", "pyarrow-stubs")
@@ -45,9 +51,16 @@ nox.options.sessions = ["tests", "lint", "typecheck"]
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Teach a tiny model addition: supervised warm-up, then fully-async GRPO. No GPU, about five minutes."""
+    """Teach a tiny model addition: supervised warm-up, then fully-async GRPO. No GPU, about five minutes.
+
+    With `-- megatron` the second part trains with that engine.
+    """
+    recipes = {"": "addition_grpo", "megatron": "addition_grpo_megatron"}
+    engine = " ".join(session.posargs)
+    if engine not in recipes:
+        session.error(f"no demo for {engine!r}: give nothing, for fsdp2, or megatron")
     _install(session)
-    output = ROOT / "outputs" / "demo"
+    output = ROOT / "outputs" / "_".join(["demo", *session.posargs])
     shutil.rmtree(output, ignore_errors=True)
     data = output / "data"
     session.run("python", "recipes/addition_data.py", str(data), env=ENVIRONMENT)
@@ -58,7 +71,7 @@ def demo(session: nox.Session) -> None:
         f"evaluation.prompts={data / 'eval.jsonl'}", "--output", str(warm_up), env=ENVIRONMENT,
     )  # fmt: skip
     session.run(
-        "verl-engine", "train", "recipes/addition_grpo.yaml",
+        "verl-engine", "train", f"recipes/{recipes[engine]}.yaml",
         f"model.path={warm_up / 'model'}", f"data.prompts={data / 'train.parquet'}",
         f"evaluation.prompts={data / 'eval.jsonl'}", "--output", str(training), env=ENVIRONMENT,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import types
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
@@ -17,6 +17,8 @@ from pydantic_core import PydanticUndefined
 from verl_async.config import SftJob, TrainJob
 from verl_engine.contract.engine_config import EngineConfig
 from verl_fsdp.config import Fsdp2Config, FsdpConfig
+from verl_fsdp_turbo.config import FsdpTurboConfig
+from verl_megatron_mindspeed.config import MegatronConfig
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator
@@ -24,7 +26,12 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 PAGE = Path(__file__).parent / "reference" / "config.md"
-BACKENDS: dict[str, type[EngineConfig]] = {"fsdp2": Fsdp2Config, "fsdp": FsdpConfig}
+BACKENDS: dict[str, type[EngineConfig]] = {
+    "fsdp2": Fsdp2Config,
+    "fsdp": FsdpConfig,
+    "fsdp_turbo": FsdpTurboConfig,
+    "megatron": MegatronConfig,
+}
 SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 INTRODUCTION = """\
 # Every setting of a job
@@ -98,16 +105,23 @@ def _section(section_class: type[BaseModel], place: str, leave_out: Container[st
             continue
         values = _cell(_type_name(field.annotation) + _bounds(field))
         lines.append(f"| `{place}.{name}` | {values} | {_default(field)} | {_cell(field.description or '')} |")
-        each = ", each" if get_origin(field.annotation) is tuple else ""
-        inner += [
-            f"\nOf `{place}.{name}`{each}:\n\n{_section(part, name)}"
-            for part in get_args(field.annotation)
-            if isinstance(part, type) and issubclass(part, BaseModel)
-        ]
+        parts = list(_models_in(field.annotation))
+        each = "" if field.annotation in parts or type(None) in get_args(field.annotation) else ", each"
+        inner += [f"\nOf `{place}.{name}`{each}:\n\n{_section(part, name)}" for part in parts]
     return "\n".join(lines) + "\n" + "".join(inner)
 
 
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the sections that a value may be, or hold."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models_in(part)
+
+
 def _type_name(annotation: Any) -> str:
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return " or ".join(f"`{value}`" for value in arguments)
@@ -135,6 +149,8 @@ def _default(field: FieldInfo) -> str:
         return "`{}`" if get_origin(field.annotation) is dict else "see below"
     if field.default is PydanticUndefined:
         return "needed"
+    if isinstance(field.default, BaseModel):
+        return "see below"
     if field.default is None or isinstance(field.default, bool):
         return f"`{'null' if field.default is None else str(field.default).lower()}`"
     if isinstance(field.default, tuple):

@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
+import yaml
 
 from recipes import addition_data, chain_sum_data
 from recipes.chain_sum_check import read_losses
@@ -56,6 +57,42 @@ def test_chain_sum_grpo_is_valid(addition: Path, tmp_path: Path) -> None:
         f"data.prompts={tmp_path}/train.jsonl", "--output", str(tmp_path / "out"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def test_megatron_needs_another_engine_section_and_nothing_else(addition: Path, tmp_path: Path) -> None:
+    ours, megatron = (
+        yaml.safe_load((ROOT / "recipes" / name).read_text(encoding="utf-8"))
+        for name in ("addition_grpo.yaml", "addition_grpo_megatron.yaml")
+    )
+    assert (ours.pop("engine")["backend"], megatron.pop("engine")["backend"]) == ("fsdp2", "megatron")
+    assert megatron == ours
+    done = dry_run(
+        "train", "recipes/addition_grpo_megatron.yaml", f"model.path={addition}/model",
+        f"data.prompts={addition}/train.parquet", f"evaluation.prompts={addition}/eval.jsonl",
+        "trainer.num_ranks=2", "engine.pipeline_parallel_size=2", "--output", str(tmp_path / "out"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings"),
+    [
+        ("npu_qwen3_vl_30b.yaml", ()),
+        ("npu_qwen3_vl_30b.yaml", ("trainer.num_ranks=12", "engine.expert_parallel_size=4")),
+        ("npu_qwen3_vl_30b.yaml", ("engine.expert_parallel_size=1",)),
+        ("npu_qwen3_235b.yaml", ()),
+    ],
+)
+def test_recipes_for_npus_are_valid(recipe: str, settings: tuple[str, ...], addition: Path, tmp_path: Path) -> None:
+    # Every setting and every size that such a recipe names, its own or one that its comments recommend.
+    row = chain_sum_data.prompt_row(0, "What is 1 + 1?", "2")
+    (tmp_path / "train.jsonl").write_text("\n".join([json.dumps(row)] * 64), encoding="utf-8")
+    done = dry_run(
+        "train", f"recipes/{recipe}", f"model.path={addition}/model", f"data.prompts={tmp_path}/train.jsonl",
+        *settings, "--output", str(tmp_path / "out"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert yaml.safe_load(done.stdout)["engine"]["device"] == "npu"
 
 
 def test_no_held_out_sum_is_trained_on(addition: Path) -> None:

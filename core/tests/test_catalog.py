@@ -58,6 +58,14 @@ def test_without_keywords_api_version_and_devices_are_unknown(site: Path) -> Non
     assert (entry.api_version, entry.devices, entry.mend, entry.fits_api) == (None, (), None, True)
 
 
+def test_a_module_that_is_on_no_package_index_is_missed(site: Path) -> None:
+    keywords = ["verl-engine-module-json", "verl-engine-module-no_such_module"]
+    write_distribution(site, "toy", POINTS, keywords=keywords)
+    (entry,) = list_plugins(GROUP)
+    assert entry.missing_modules == ("no_such_module",)
+    assert entry.mend == f"verl-engine doctor --backend {entry.name}"
+
+
 @pytest.mark.parametrize(("version", "what"), [(0, "toy"), (2, "verl-engine-core")])
 def test_another_api_version_is_mended_by_upgrading_the_older_side(site: Path, version: int, what: str) -> None:
     write_distribution(site, "toy", POINTS, keywords=[f"verl-engine-api-{version}"])

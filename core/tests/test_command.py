@@ -214,6 +214,7 @@ def test_backends_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         "devices": ["cpu"],
         "status": "ready",
         "missing_requirements": [],
+        "missing_modules": [],
         "mend": None,
     }
     assert [(row["name"], row["status"], row["mend"]) for row in rows[1:]] == [

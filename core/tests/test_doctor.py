@@ -246,6 +246,19 @@ def test_the_chosen_backend_is_loaded(site: Path, report: Any, name: str, text: 
     assert finding["mend"] == mend
 
 
+def test_a_module_on_no_package_index_is_got_as_the_backend_says(site: Path, report: Any) -> None:
+    needs = "\nfrom dataclasses import replace\nfrom verl_engine import NeededModule\n"
+    needs += "SPEC = replace(SPEC, needs=(NeededModule('no_such_module', 'git clone it'),))\n"
+    keywords = ["verl-engine-module-no_such_module"]
+    modules = {"toy_hooks": HOOKS.format(name="toy") + needs}
+    write_distribution(site, "toys", {BACKENDS_GROUP: {"toy": "toy_hooks"}}, modules=modules, keywords=keywords)
+    code, found = report("--backend", "toy")
+    assert code == 1
+    [finding] = [finding for finding in found["findings"] if finding["subject"] == "backend toy"]
+    assert finding["text"] == "it needs the module no_such_module, which cannot be found and is on no package index"
+    assert finding["mend"] == "git clone it"
+
+
 def test_hooks_that_import_torch_are_odd_but_work(site: Path, report: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "transformers", raising=False)
     hooks = "import sys; sys.modules.setdefault('transformers', sys)\n" + HOOKS.format(name="toy")
@@ -293,7 +306,8 @@ def test_a_preparation_that_fails_is_an_error(site: Path, report: Any) -> None:
     write_distribution(site, "toys", {BACKENDS_GROUP: {"toy": "toy_hooks"}}, modules={"toy_hooks": hooks})
     code, found = report("--backend", "toy", "--patches")
     assert code == 1
-    [finding] = [finding for finding in found["findings"] if finding["severity"] == "error"]
+    [finding] = [finding for finding in found["findings"] if finding["subject"] == "backend toy"]
+    assert finding["severity"] == "error"
     assert "no driver" in finding["text"]
 
 

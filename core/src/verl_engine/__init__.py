@@ -9,7 +9,7 @@ TYPE_CHECKING = False  # type checkers take it as True, like typing's, whose imp
 if TYPE_CHECKING:
     from verl_engine.batch.packed import PackedBatch
     from verl_engine.batch.sequence import Sequence
-    from verl_engine.contract.backend import BackendSpec, Capabilities, PatchPromise
+    from verl_engine.contract.backend import BackendSpec, Capabilities, NeededModule, PatchPromise
     from verl_engine.contract.config_file import read_config, validate
     from verl_engine.contract.engine_config import EngineConfig, LoraConfig
     from verl_engine.contract.errors import (
@@ -54,7 +54,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "batch.packed": ["PackedBatch"],
     "batch.sequence": ["Sequence"],
-    "contract.backend": ["BackendSpec", "Capabilities", "PatchPromise"],
+    "contract.backend": ["BackendSpec", "Capabilities", "NeededModule", "PatchPromise"],
     "contract.config_file": ["read_config", "validate"],
     "contract.engine_config": ["EngineConfig", "LoraConfig"],
     "contract.errors": [
@@ -118,6 +118,7 @@ __all__ = [
     "LossFn",
     "ModelError",
     "ModuleEngine",
+    "NeededModule",
     "OptimizerStep",
     "PackedBatch",
     "PatchError",

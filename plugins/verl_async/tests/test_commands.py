@@ -14,7 +14,7 @@ import yaml
 
 from plugins.verl_async.tests.job_files import sft_settings, train_settings, write_backend, write_recipe
 from verl_async.asynchrony.timeline import Span
-from verl_async.command.run_job import JobKind, JobRequest, run_job
+from verl_async.command.run_job import JobKind, JobRequest, framework_notes, run_job
 from verl_async.errors import DataError
 from verl_async.job import load_train_job
 from verl_async.preflight import check_train_job
@@ -78,6 +78,21 @@ def test_a_dry_run_prints_the_resolved_job_without_torch(recipe: Path, tmp_path:
     assert load_train_job(again) == load_train_job(recipe, ["engine.eps=1e-6"])
 
 
+def test_a_dry_run_says_as_comments_what_the_engine_hands_to_its_framework(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = load_train_job(recipe, [])
+    assert framework_notes(job) == ""
+    handed: dict[str, Any] = {"sizes": {"shard": 2}, "names": ["a"]}
+    config_class = type(job.engine)
+    monkeypatch.setattr(config_class, "resolved_framework_config", lambda _, num_ranks: handed | {"n": num_ranks})
+    printed = framework_notes(job)
+    heading, *lines = printed.strip().splitlines()
+    assert heading == "# What backend toy hands to its framework on 1 ranks:"
+    assert yaml.safe_load("\n".join(line.removeprefix("# ") for line in lines)) == handed | {"n": 1}
+    assert yaml.safe_load(printed) is None, "what is printed must stay a recipe"
+
+
 def test_a_dry_run_of_sft(tmp_path: Path, site: Path) -> None:
     assert site.is_dir()
     recipe = write_recipe(tmp_path / "recipe.yaml", sft_settings(tmp_path))
@@ -119,7 +134,7 @@ def _nothing(folder: Path) -> None:
     [
         ("trainer.num_step=3", _nothing, "trainer.num_step is not a known key; did you mean trainer.num_steps?"),
         ("engine.backend=toi", _nothing, "engine.backend='toi' is not a known backend; did you mean toy?"),
-        ("engine.backend=fsdp3", _nothing, "did you mean fsdp or fsdp2?"),
+        ("engine.backend=fsdp3", _nothing, "did you mean fsdp or fsdp2"),
         ("model.path=nowhere", _nothing, "nowhere does not exist"),
         ("data.seed=1", _empty, "the file holds no rows"),
         ("data.seed=1", _malformed, "prompts.jsonl, line 2: not valid JSON"),

@@ -14,6 +14,7 @@ from verl_engine.testing.tiny_models import tiny_config, write_absolute_position
 from verl_fsdp.config import Fsdp2Config
 from verl_fsdp.model.blocks import blocks, outermost
 from verl_fsdp.model.loading import load_model
+from verl_fsdp.model.recompute import enable_recompute
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -119,9 +120,9 @@ def test_a_layer_that_is_called_twice_is_one_block() -> None:
 
 def test_checkpointing_is_refused_for_a_model_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers.GPT2LMHeadModel, "supports_gradient_checkpointing", False)
-    folder = write_absolute_position_model(tmp_path / "gpt2")
+    model = load_model(config(), write_absolute_position_model(tmp_path / "gpt2"))
     with pytest.raises(ModelError, match=r"engine\.activation_checkpointing=true: GPT2LMHeadModel does not support it"):
-        load_model(config(activation_checkpointing=True), folder)
+        enable_recompute(model, config(activation_checkpointing=True))
 
 
 def test_weights_that_a_folder_lacks_or_has_beyond_the_model_are_logged(

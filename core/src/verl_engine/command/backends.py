@@ -57,6 +57,8 @@ def _status(entry: PluginEntry, num_same_name: int) -> tuple[str, str | None]:
         return f"needs plugin API {entry.api_version}, this core has {PLUGIN_API_VERSION}", entry.mend
     if entry.missing:
         return f"missing {', '.join(entry.missing)}", entry.mend
+    if entry.missing_modules:
+        return f"missing module {', '.join(entry.missing_modules)}", entry.mend
     return "ready", None
 
 
@@ -72,6 +74,7 @@ def _print_json(rows: list[tuple[PluginEntry, str, str | None]]) -> None:
             "devices": list(entry.devices),
             "status": status,
             "missing_requirements": list(entry.missing),
+            "missing_modules": list(entry.missing_modules),
             "mend": mend,
         }
         for entry, status, mend in rows

@@ -67,6 +67,16 @@ class PatchPromise:
 
 
 @dataclass(frozen=True, slots=True)
+class NeededModule:
+    """A module that pip cannot find by a requirement of the distribution, since no package index has it."""
+
+    module: str
+    """Its name; a distribution that needs it says ``verl-engine-module-<name>`` among its keywords, too."""
+    install: str
+    """A line for a shell that installs it, at the release that the backend was written for."""
+
+
+@dataclass(frozen=True, slots=True)
 class BackendSpec:
     """The torch-free self-description in a backend's hooks module, as ``SPEC``."""
 
@@ -87,6 +97,9 @@ class BackendSpec:
     process_settings: tuple[str, ...] | None = None
     """Fields of the config that preparation reads. Two roles in one process must agree on these, and on no others. By
     default on all."""
+
+    needs: tuple[NeededModule, ...] = ()
+    """Modules that are on no package index; ``verl-engine doctor`` tells how to get those that are missing."""
 
     def promised_patches(self, config: EngineConfig) -> tuple[PatchPromise, ...]:
         """Say what preparation replaces under this config."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -137,3 +137,17 @@ class EngineConfig(StrictModel):
         Raises:
             ConfigError: the ranks cannot be divided as configured.
         """
+
+    def resolved_framework_config(self, num_ranks: int) -> dict[str, Any] | None:
+        """Say what the backend hands to a framework that has a config of its own; ``--dry-run`` prints it.
+
+        Args:
+            num_ranks: of the world.
+        Returns:
+            Plain values, defaults and derived settings included; None where there is no such config. Overridden by
+            backends that have one, without importing torch or the framework.
+        Raises:
+            ConfigError: the ranks cannot be divided as configured.
+        """
+        del num_ranks
+        return None

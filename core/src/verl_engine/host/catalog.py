@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import NamedTuple
 
-from verl_engine.contract.names import API_KEYWORD, DEVICE_KEYWORD, PLUGIN_API_VERSION
+from verl_engine.contract.names import API_KEYWORD, DEVICE_KEYWORD, MODULE_KEYWORD, PLUGIN_API_VERSION
 from verl_engine.host.distributions import Distribution, installed_distributions
 from verl_engine.host.requirements import missing_requirements
 
@@ -27,6 +28,8 @@ class PluginEntry(NamedTuple):
     """Device kinds it runs on, as its metadata says."""
     missing: tuple[str, ...]
     """Requirements that are not installed, as pip takes them."""
+    missing_modules: tuple[str, ...] = ()
+    """Modules that cannot be found, and are on no package index."""
 
     @property
     def module(self) -> str:
@@ -44,7 +47,10 @@ class PluginEntry(NamedTuple):
         if not self.fits_api:
             is_old = (self.api_version or 0) < PLUGIN_API_VERSION
             return pip_install("--upgrade", self.distribution if is_old else "verl-engine-core")
-        return pip_install(*self.missing) if self.missing else None
+        if self.missing:
+            return pip_install(*self.missing)
+        # How to get them its hooks module knows, which a listing does not import.
+        return f"verl-engine doctor --backend {self.name}" if self.missing_modules else None
 
 
 def list_plugins(group: str) -> list[PluginEntry]:
@@ -79,6 +85,7 @@ def _entries(
     versions = [keyword.removeprefix(API_KEYWORD) for keyword in keywords if keyword.startswith(API_KEYWORD)]
     devices = [keyword.removeprefix(DEVICE_KEYWORD) for keyword in keywords if keyword.startswith(DEVICE_KEYWORD)]
     requirements = [text for field, text in headers if field == "requires-dist"]
+    modules = [keyword.removeprefix(MODULE_KEYWORD) for keyword in keywords if keyword.startswith(MODULE_KEYWORD)]
     return [
         PluginEntry(
             group=group,
@@ -90,6 +97,7 @@ def _entries(
             api_version=next((int(version) for version in versions if version.isdecimal()), None),
             devices=tuple(devices),
             missing=missing_requirements(requirements, installed),
+            missing_modules=tuple(module for module in modules if find_spec(module) is None),
         )
         for name, value in points
     ]

@@ -17,6 +17,7 @@ KINDS: Final = {
 KNOWN_PLUGINS: Final = {
     (BACKENDS_GROUP, "fsdp2"): "verl-fsdp",
     (BACKENDS_GROUP, "fsdp"): "verl-fsdp",
+    (BACKENDS_GROUP, "fsdp_turbo"): "verl-fsdp-turbo",
     (BACKENDS_GROUP, "megatron"): "verl-megatron-mindspeed",
     (_ROLLOUTS_GROUP, "embedded"): "verl-async",
     (OBSERVERS_GROUP, "timing"): "verl-engine-core",

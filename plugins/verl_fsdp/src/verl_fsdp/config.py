@@ -1,4 +1,4 @@
-"""The ``engine`` section of the backends fsdp2 and fsdp. Imports no torch."""
+"""The ``engine`` section of the backends fsdp2 and fsdp, and what it shares with others. Imports no torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ParameterGroup(StrictModel):
 
 
 class ShardedConfig(EngineConfig):
-    """What both backends understand."""
+    """What every backend understands that shards a Hugging Face model by PyTorch, whoever calls the sharding."""
 
     param_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """What parameters are gathered and computed in. Master weights, gradient accumulation and reduction stay float32;
@@ -51,22 +51,9 @@ class ShardedConfig(EngineConfig):
     held_gradient_bytes: int | None = Field(default=None, ge=0)
     """With ``gradient_sync: auto``: how much a rank may hold of not yet reduced gradients; by default a quarter of the
     device's memory."""
-    shard_ranks: int | None = Field(default=None, ge=1)
-    """Ranks that share one copy of the weights; it divides the number of ranks, and each further such group holds a
-    copy of its own (HSDP). By default all ranks share one."""
     sequence_parallel_size: int = Field(default=1, ge=1)
     """Ranks that split the tokens of each micro-batch among them (Ulysses), for long sequences; it divides the number
     of ranks and of the model's attention heads. Needs packing."""
-    wrap: tuple[str, ...] = ()
-    """Class names of the modules that are gathered and freed one by one. By default what the model's authors say must
-    stay whole: its decoder layers."""
-    activation_checkpointing: bool = False
-    """Keep only each block's input for the backward and compute the rest again: less memory, about a third more
-    compute."""
-    compile: bool = False
-    """Compile each block with torch.compile: the first step takes long, later ones are faster on accelerators."""
-    compile_backend: str = "inductor"
-    """torch.compile's backend; the same for all engines of a process."""
 
     optimizer: str = "torch.optim.AdamW"
     """Dotted path of the optimizer's class. AdamW gets ``betas``, ``eps`` and its fused form where there is one; any
@@ -102,8 +89,6 @@ class ShardedConfig(EngineConfig):
                 f"held_gradient_bytes={self.held_gradient_bytes} is for gradient_sync=auto, and it is "
                 f"{self.gradient_sync}; set auto, or leave held_gradient_bytes out"
             )
-        if self.compile_backend != "inductor" and not self.compile:
-            raise ValueError(f"compile_backend={self.compile_backend} is for compile=true, and it is false")
         return self
 
     def _require_default_moments(self) -> None:
@@ -122,16 +107,50 @@ class ShardedConfig(EngineConfig):
 
     def validate_world(self, world_size: int) -> None:
         """Check that groups of ranks come out even; see the base class."""
-        for name, size in (
-            ("shard_ranks", self.shard_ranks or 1),
-            ("sequence_parallel_size", self.sequence_parallel_size),
-        ):
-            if world_size % size:
-                allowed = ", ".join(str(number) for number in range(1, world_size + 1) if world_size % number == 0)
-                raise ConfigError(f"engine.{name}={size} does not divide the {world_size} ranks; use one of {allowed}")
+        require_divisor("sequence_parallel_size", self.sequence_parallel_size, world_size)
 
 
-class Fsdp2Config(ShardedConfig):
+def require_divisor(field: str, size: int, num_ranks: int) -> None:
+    """Check that groups of ranks come out even.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if num_ranks % size:
+        allowed = ", ".join(str(number) for number in range(1, num_ranks + 1) if num_ranks % number == 0)
+        raise ConfigError(f"engine.{field}={size} does not divide the {num_ranks} ranks; use one of {allowed}")
+
+
+class TorchShardedConfig(ShardedConfig):
+    """What the backends of this package share: they call PyTorch's sharding themselves."""
+
+    shard_ranks: int | None = Field(default=None, ge=1)
+    """Ranks that share one copy of the weights; it divides the number of ranks, and each further such group holds a
+    copy of its own (HSDP). By default all ranks share one."""
+    wrap: tuple[str, ...] = ()
+    """Class names of the modules that are gathered and freed one by one. By default what the model's authors say must
+    stay whole: its decoder layers."""
+    activation_checkpointing: bool = False
+    """Keep only each block's input for the backward and compute the rest again: less memory, about a third more
+    compute."""
+    compile: bool = False
+    """Compile each block with torch.compile: the first step takes long, later ones are faster on accelerators."""
+    compile_backend: str = "inductor"
+    """torch.compile's backend; the same for all engines of a process."""
+
+    @model_validator(mode="after")
+    def _check_compile(self) -> TorchShardedConfig:
+        if self.compile_backend != "inductor" and not self.compile:
+            raise ValueError(f"compile_backend={self.compile_backend} is for compile=true, and it is false")
+        return self
+
+    def validate_world(self, world_size: int) -> None:
+        """Check that groups of ranks come out even; see the base class."""
+        require_divisor("shard_ranks", self.shard_ranks or 1, world_size)
+        super().validate_world(world_size)
+
+
+class Fsdp2Config(TorchShardedConfig):
     """PyTorch ``fully_shard`` (FSDP2)."""
 
     backend: Literal["fsdp2"] = "fsdp2"
@@ -170,7 +189,7 @@ class Fsdp2Config(ShardedConfig):
             )
 
 
-class FsdpConfig(ShardedConfig):
+class FsdpConfig(TorchShardedConfig):
     """PyTorch ``FullyShardedDataParallel`` (FSDP1), for models and tools that need it; fsdp2 is the better default."""
 
     backend: Literal["fsdp"] = "fsdp"

@@ -1,4 +1,4 @@
-"""What both backends share: a Hugging Face model, sharded over ranks, and its forward.
+"""What the backends share: a Hugging Face model, sharded over ranks, and its forward.
 
 `verl_fsdp.fsdp2.engine` and `verl_fsdp.fsdp1.engine` say how it is sharded, and what follows from that.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from verl_engine.batch.packed import PackedBatch
     from verl_engine.engine.base import WeightShard
     from verl_engine.engine.token_output import TokenOutput
-    from verl_fsdp.config import ShardedConfig
+    from verl_fsdp.config import ShardedConfig, TorchShardedConfig
+    from verl_fsdp.mesh import Meshes
 
 
 class ShardedEngine(ModuleEngine):
@@ -47,8 +48,8 @@ class ShardedEngine(ModuleEngine):
     def __init__(self, config: ShardedConfig, model_folder: Path) -> None:
         """Load the model, shard it, build the optimizer. Collectives: those of device meshes, a broadcast a weight."""
         device = Device.resolve(config.device, int(os.environ.get("LOCAL_RANK", dist.get_rank())))
-        self.meshes = build_meshes(config, device.kind)
-        model = load_model(config, model_folder)
+        self.meshes = self.divide_ranks(config, device)
+        model = self.load(config, model_folder)
         check_packable(model, config)
         self.head = make_head(model, config)
         self._rotary_limit = rotary_limit(model)
@@ -59,6 +60,14 @@ class ShardedEngine(ModuleEngine):
         self.loss_scaler = LossScaler() if config.param_dtype == "float16" and not config.forward_only else None
         # The ranks that split a sequence have its gradient in parts, so theirs is averaged over them too.
         self.gradient_divisor = dist.get_world_size()
+
+    def divide_ranks(self, config: ShardedConfig, device: Device) -> Meshes:
+        """Say who shares weights and data; overridden where others divide the ranks. Collectives: those of meshes."""
+        return build_meshes(cast("TorchShardedConfig", config), device.kind)
+
+    def load(self, config: ShardedConfig, model_folder: Path) -> PreTrainedModel:
+        """Load the model, with weights on rank 0 only; see `load_model`."""
+        return load_model(config, model_folder)
 
     @abstractmethod
     def shard(self, model: PreTrainedModel, config: ShardedConfig, device: Device) -> torch.nn.Module:
@@ -127,6 +136,10 @@ class ShardedEngine(ModuleEngine):
         trained = {name: Exported(entry) for name, entry in self.parameters.items() if entry.requires_grad}
         return full_weights(trained, list(trained))
 
+    def run(self, batch: PackedBatch, temperature: float) -> TokenOutput:
+        """Run the model on a micro-batch; what `forward` does but for the clearing up after it."""
+        return forward(self.model, self.head, self.config, batch, temperature, self.meshes.sequence)
+
     def _require_lora(self) -> None:
         if self.config.lora is None:
             raise UnsupportedError("engine.lora is not set: this engine has no adapter")
@@ -140,7 +153,7 @@ class ShardedEngine(ModuleEngine):
         if self._rotary_limit is not None:
             self._rotary_limit.check(batch.lengths)
         try:
-            output = forward(self.model, self.head, self.config, batch, temperature, self.meshes.sequence)
+            output = self.run(batch, temperature)
         except BaseException:
             self.recover()  # nobody calls zero_grad after a failed inference, and FSDP1 would not run again
             raise

@@ -13,7 +13,7 @@ from verl_engine.engine.base import DataParallel
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from verl_fsdp.config import ShardedConfig
+    from verl_fsdp.config import ShardedConfig, TorchShardedConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Meshes:
     """Ranks that split the tokens of a micro-batch among them; None where nobody does."""
 
 
-def build_meshes(config: ShardedConfig, device_kind: str) -> Meshes:
+def build_meshes(config: TorchShardedConfig, device_kind: str) -> Meshes:
     """Divide the ranks of the process group as configured. Collectives: those of new device meshes.
 
     Raises:
@@ -40,6 +40,18 @@ def build_meshes(config: ShardedConfig, device_kind: str) -> Meshes:
     else:
         shape = (world_size // config.shard_ranks, config.shard_ranks)
         weights = init_device_mesh(device_kind, shape, mesh_dim_names=("replicate", "shard"))
+    return divide_data(config, device_kind, weights)
+
+
+def divide_data(config: ShardedConfig, device_kind: str, weights: DeviceMesh) -> Meshes:
+    """Give each rank a share of the data, or a part of one. Collectives: those of a new device mesh, if there is one.
+
+    Args:
+        config: says how many ranks split the tokens of a micro-batch.
+        device_kind: of this rank.
+        weights: who shares a copy of the weights.
+    """
+    world_size = dist.get_world_size()
     if config.sequence_parallel_size == 1:
         return Meshes(weights, DataParallel(dist.get_rank(), world_size, dist.group.WORLD), None)
     shape = (world_size // config.sequence_parallel_size, config.sequence_parallel_size)

@@ -94,6 +94,13 @@ class MegatronConfig(EngineConfig):
                 f"virtual_pipeline_parallel_size={self.virtual_pipeline_parallel_size} needs pipeline_parallel_size of "
                 "2 or more"
             )
+        if self.expert_parallel_size == 1 and self.expert_tensor_ranks != self.tensor_parallel_size:
+            # Megatron reduces experts that are whole on each rank as if they saw the tokens of all of them.
+            raise ValueError(
+                f"expert_tensor_parallel_size={self.expert_tensor_parallel_size} may differ from tensor_parallel_size="
+                f"{self.tensor_parallel_size} with expert_parallel_size of 2 or more only: Megatron would leave the "
+                "experts' gradients in parts; leave it out"
+            )
         if self.sequence_parallel and self.tensor_parallel_size == 1:
             raise ValueError("sequence_parallel=true needs tensor_parallel_size of 2 or more")
         if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -11,11 +12,14 @@ from verl_engine.contract.errors import UnsupportedError
 from verl_engine.engine.base import Engine
 from verl_engine.engine.device import Device
 from verl_megatron_mindspeed.forward.schedule import Schedule
-from verl_megatron_mindspeed.model.build import build_model
+from verl_megatron_mindspeed.mindspeed.adaptor import check_same_patches
+from verl_megatron_mindspeed.mindspeed.fp8_weights import reset_weight_caches
+from verl_megatron_mindspeed.model.build import build_model, check_folder
 from verl_megatron_mindspeed.parallel import build_groups
 from verl_megatron_mindspeed.update.checkpoint import load_state, training_state
 from verl_megatron_mindspeed.update.offload import Offload
 from verl_megatron_mindspeed.update.training import Training
+from verl_megatron_mindspeed.weights.agreement import on_all_ranks
 from verl_megatron_mindspeed.weights.weight_map import WeightMap
 
 if TYPE_CHECKING:
@@ -40,14 +44,18 @@ class MegatronEngine(Engine):
 
     def __init__(self, config: MegatronConfig, model_folder: Path) -> None:
         """Build groups, model and optimizer, and read the weights; every rank does."""
+        check_same_patches(config)
         self.config = config
         self.device = Device.resolve(config.device, int(os.environ.get("LOCAL_RANK", dist.get_rank())))
         self.parallel = build_groups(config)
         self.data_parallel = self.parallel.data
+        on_all_ranks(partial(check_folder, config, model_folder), "the model's config")
         self.model = build_model(config, model_folder, self.parallel, self.device)
         self.weights = WeightMap(self.model, self.parallel, self.device)
         self.weights.load_folder(model_folder)
         self._training = None if config.forward_only else Training(config, self.model, self.parallel, self.device)
+        if self._training is not None and self._training.has_masters:
+            self.weights.read_folder_into(self._training.held_master)  # unrounded, as the folder has them
         self._offload = Offload(self.model, self._training, self.device)
         self.schedule = Schedule(config, self.model, self.parallel, self.device)
 
@@ -80,6 +88,7 @@ class MegatronEngine(Engine):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Accumulate the gradient through Megatron's schedule; see the base class."""
         self._offload.require("parameters", "gradients")
+        self.model.reseed_dropout()
         return self.schedule.train(self.training, micro_batches, loss_fn, loss_scale, temperature, gradient_sync)
 
     def gradient_sync(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
@@ -127,10 +136,12 @@ class MegatronEngine(Engine):
     def load_full_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take whole weights; see the base class. No collectives."""
         self._settle()
+        training = self._training
+        masters = training.held_master if training is not None and training.has_masters else None
         try:
-            self.weights.load_full_weights(weights)
+            self.weights.load_full_weights(weights, masters)
         finally:
-            self._note_loaded()  # those before a misfit are in
+            self.note_weights_changed()  # those before a misfit are in
 
     def load_weight_shards(self, shards: Iterable[WeightShard]) -> None:
         """Take this rank's parts; see the base class."""
@@ -138,34 +149,38 @@ class MegatronEngine(Engine):
         try:
             self.weights.load_weight_shards(shards)
         finally:
-            self._note_loaded()
+            if self._training is not None:
+                self._training.take_masters_from_model()
+            self.note_weights_changed()
 
     def save_pretrained(self, folder: Path) -> None:
         """Write a Hugging Face folder; see the base class."""
-        names = [spec.name for spec in self.weight_specs()]
-        self.model.save_pretrained(self.full_weights(names), folder)
+        self._settle()
+        self.weights.save_pretrained(folder)
 
     def move(self, *, to_cpu: bool, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> None:
         """Move parts to the CPU or back; see the base class. No collectives."""
         self._settle()
         self._offload.move(to_cpu=to_cpu, parameters=parameters, gradients=gradients, optimizer=optimizer)
+        reset_weight_caches()
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that training goes on from; see the base class."""
         self._settle()
-        return training_state(self.weights, self._training)
+        return training_state(self.model, self.weights, self._training)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take such a state; see the base class."""
-        load_state(self.weights, self._training, state)
+        self._offload.require("parameters")
+        load_state(self.model, self.weights, self._training, state)
         self.note_weights_changed()
+
+    def note_weights_changed(self) -> None:
+        """See the base class."""
+        super().note_weights_changed()
+        reset_weight_caches()
 
     def _settle(self) -> None:
-        """Wait until the weights are those of the last step, which may still be gathered while the next forward runs."""
+        """Wait until the weights are those of the last step, which may be gathered while the next forward runs."""
         if self._training is not None:
             self._training.gather_parameters()
-
-    def _note_loaded(self) -> None:
-        if self._training is not None:
-            self._training.take_masters_from_model()
-        self.note_weights_changed()

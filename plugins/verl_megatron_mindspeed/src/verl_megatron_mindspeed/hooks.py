@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from verl_engine.contract.backend import BackendSpec, Capabilities
 from verl_engine.contract.markers import hookimpl
 from verl_megatron_mindspeed.config import MegatronConfig
+from verl_megatron_mindspeed.preparation import SETTINGS, prepare_process, promised_patches
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -29,14 +30,14 @@ SPEC = BackendSpec(
     ),
     plugin_api_version=1,
     must_precede=("megatron",),
+    patches=promised_patches,
+    process_settings=SETTINGS,
 )
 
 
 @hookimpl
 def engine_prepare_process(config: MegatronConfig) -> None:
     """Patch what Megatron needs patched on this kind of device, before anybody imports it."""
-    from verl_megatron_mindspeed.preparation import prepare_process
-
     prepare_process(config)
 
 

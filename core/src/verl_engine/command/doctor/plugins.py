@@ -31,7 +31,7 @@ class PluginStatus(NamedTuple):
 
 
 def list_all(installed: Mapping[str, Distribution]) -> dict[str, list[PluginStatus]]:
-    """Look at every plugin's metadata; none is imported.
+    """Look at every plugin's metadata; none is imported, but for those that alone know how to get what they lack.
 
     Returns:
         By what a plugin of the group is called: ``backend``, ``command`` and so on.
@@ -83,7 +83,19 @@ def _status(entry: PluginEntry, num_same_name: int, installed: Mapping[str, Dist
         return f"it needs plugin API {entry.api_version}, this core has {PLUGIN_API_VERSION}", entry.mend
     if entry.missing:
         return "; ".join(_explain_missing(entry, installed)), entry.mend
+    if entry.missing_modules:
+        names = ", ".join(entry.missing_modules)
+        return f"it needs the module {names}, which cannot be found and is on no package index", _how_to_get(entry)
     return "", None
+
+
+def _how_to_get(entry: PluginEntry) -> str | None:
+    """The lines that install a backend's missing modules, of its hooks module."""
+    try:
+        needs = BackendHost.load(entry.name).spec.needs
+    except PluginError:
+        return None  # why it cannot be loaded is told to who asks about it
+    return " && ".join(need.install for need in needs if need.module in entry.missing_modules) or None
 
 
 def _explain_missing(entry: PluginEntry, installed: Mapping[str, Distribution]) -> Iterator[str]:

@@ -95,8 +95,12 @@ def _patches(report: PatchReport) -> Table | Text:
     table = _table(f"What backend {report.backend} patches", "name", "when", "replacement", "why")
     for patch in report.patches:
         table.add_row(*map(Text, (f"{patch.module}:{patch.name}", patch.how, patch.replacement, patch.reason)))
+    for name, why in report.promised.items():
+        table.add_row(Text(name), Text("when it is imported"), Text(), Text(why))
+    promised = {name.partition(":")[0] for name in report.promised}
     for module in report.waiting:
-        table.add_row(Text(module), Text("when it is imported"), Text(), Text())
+        if module not in promised:
+            table.add_row(Text(module), Text("when it is imported"), Text(), Text())
     return table
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from verl_engine.batch.packed import PackedBatch
 from verl_engine.contract.validation import validate
 from verl_engine.engine.snapshots.manager import Snapshots
+from verl_engine.engine.weights.shards import part_of
+from verl_engine.engine.weights.tensor_parts import TensorParts
 from verl_engine.engine.worker import EngineWorker
 from verl_engine.host.backend_host import BackendHost
 from verl_engine.testing.conformance.reference import weighted_loss
@@ -16,7 +20,6 @@ from verl_engine.testing.conformance.reference import weighted_loss
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
-    from typing import Any
 
     from verl_engine.batch.sequence import Sequence
     from verl_engine.engine.base import Engine, LossFn, TokenOutput
@@ -84,9 +87,33 @@ class Driver:
         return [[sequences[index] for index in group] for group in split[self.engine.data_parallel.rank]]
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return copies of all whole weights."""
-        names = [spec.name for spec in self.engine.weight_specs()]
+        """Return copies of all whole weights, as precise as the engine has them.
+
+        One that exports what it computes in, such as bfloat16, has float32 masters in its state.
+        """
+        specs = self.engine.weight_specs()
+        if any(spec.dtype != torch.float32 for spec in specs) and "checkpoints" not in self.host.spec.capabilities.gaps:
+            return whole_tensors(self.engine.state_dict()["model"])
+        names = [spec.name for spec in specs]
         return {name: tensor.detach().cpu().clone() for name, tensor in self.engine.full_weights(names)}
+
+
+def whole_tensors(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Put together, on every rank, what the ranks have of tensors in an engine's state. Collectives: one a tensor."""
+    return {name: _whole(tensor) for name, tensor in state.items()}
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        return tensor.detach().full_tensor().cpu().clone()
+    if not isinstance(tensor, TensorParts):
+        return tensor.detach().cpu().clone()
+    held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(held, [(offsets, part.cpu()) for offsets, part in tensor.parts])
+    whole = torch.full(tensor.shape, torch.nan, dtype=tensor.dtype)
+    for offsets, part in (entry for parts in held for entry in parts):
+        part_of(whole, offsets, part.shape).copy_(part)
+    return whole
 
 
 def same(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from verl_engine.contract.backend import BackendSpec
+    from verl_engine.contract.engine_config import EngineConfig
     from verl_engine.testing.conformance.check import Phase
 
 
@@ -42,8 +43,8 @@ class ConformanceKit(AbstractContextManager["ConformanceKit"]):
             ranks: how many there are where a check wants several.
             timeout_s: for each step of a check; ranks that are silent then are named and killed.
         Raises:
-            ConfigError: `ranks` is below 1, `timeout_s` is no time, or the settings do not fit or ask for another
-                dtype than float32.
+            ConfigError: `ranks` is below 1, `timeout_s` is no time, or the settings do not fit, do not divide the
+                ranks, or ask for another dtype than float32.
             UnknownPluginError: nothing installed has the name.
             DuplicatePluginError: two distributions have it.
         """
@@ -70,9 +71,11 @@ class ConformanceKit(AbstractContextManager["ConformanceKit"]):
             self._load_failure = str(error)
         on_cpu = {"device": "cpu"} if self._spec is None or "cpu" in self._spec.devices else {}
         self._subject = Subject(backend, {**on_cpu, **(settings or {})}, entry.distribution)
-        self._device = "cpu"
+        self._config: EngineConfig | None = None
         if self._spec is not None:
-            self._device = validate(self._spec.config_class, self._subject.section(), at="engine").device
+            self._config = validate(self._spec.config_class, self._subject.section(), at="engine")
+            self._config.validate_world(self._num_ranks())
+        self._device = "cpu" if self._config is None else self._config.device
         self._scratch = tempfile.TemporaryDirectory(prefix="verl-engine-check-")
         self._pools: dict[int, RankPool] = {}
 
@@ -117,6 +120,12 @@ class ConformanceKit(AbstractContextManager["ConformanceKit"]):
                 return f"declared gap {feature!r}: {gap}"
         if "multi_rank" in check.features and self.ranks < 2:  # noqa: PLR2004 - several
             return "shows nothing on a single rank; ask for more, such as --ranks 2"
+        if any(phase.place == "one rank" for phase in check.phases):
+            assert self._config is not None
+            try:
+                self._config.validate_world(1)
+            except ConfigError as error:
+                return f"takes a single rank too, which these settings do not: {error}"
         return ""
 
     def _run_phase(self, phase: Phase, folder: Path) -> None:

@@ -124,6 +124,7 @@ class ReferenceRun:
     learning_rate: float
     weight_decay: float
     max_grad_norm: float
+    losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
 
     def train(self, batches: list[list[Sequence]], factors: list[float]) -> dict[str, torch.Tensor]:
@@ -139,7 +140,7 @@ class ReferenceRun:
             betas=(0.9, 0.95),
         )
         for sequences, factor in zip(batches, factors, strict=True):
-            accumulate(model, sequences)
+            self.losses.append(accumulate(model, sequences)[0])
             self.norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)))
             for group in optimizer.param_groups:
                 group["lr"] = self.learning_rate * factor

@@ -89,7 +89,7 @@ def _show(job: TrainJob | SftJob) -> None:
     from verl_async.job import resolved
     from verl_async.report.output_folder import config_yaml
 
-    text = config_yaml(resolved(job))
+    text = config_yaml(resolved(job)) + framework_notes(job)
     if not sys.stdout.isatty():
         sys.stdout.write(text)
         return
@@ -97,6 +97,19 @@ def _show(job: TrainJob | SftJob) -> None:
     from rich.syntax import Syntax
 
     Console().print(Syntax(text, "yaml", background_color="default", word_wrap=True))
+
+
+def framework_notes(job: TrainJob | SftJob) -> str:
+    """Say what the engine hands to its framework, as comments: what is printed stays a recipe."""
+    from verl_async.report.output_folder import config_yaml
+
+    num_ranks = job.trainer.num_ranks
+    handed = job.engine.resolved_framework_config(num_ranks)
+    if handed is None:
+        return ""
+    heading = f"What backend {job.engine.backend} hands to its framework on {num_ranks} ranks:"
+    lines = [heading, *config_yaml(handed).splitlines()]
+    return "\n" + "".join(f"# {line}\n" for line in lines)
 
 
 def _run(kind: JobKind[JobT], job: JobT, output: Path, *, overwrite: bool) -> None:

@@ -84,7 +84,7 @@ class LanguageHead:
         if self._ending == "per token":
             logits_mV = self._per_token(model, run)
         else:
-            logits_mV = model(**run.inputs).logits[run.rows, run.columns]
+            logits_mV = _checked(model(**run.inputs).logits, run)[run.rows, run.columns]
         return torch.stack(_without_none(figures_from_logits(logits_mV, targets, temperature, self._entropy)), dim=-1)
 
     def _linear(self, model: torch.nn.Module, run: ModelRun, targets: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -131,13 +131,27 @@ class ValueHead:
     def figures(self, model: torch.nn.Module, run: ModelRun, targets: torch.Tensor, temperature: float) -> torch.Tensor:
         """Call the model; see `Head`. Neither targets nor temperature play a part."""
         del targets, temperature
-        values: torch.Tensor = model(**run.inputs).logits[run.rows, run.columns]
+        values: torch.Tensor = _checked(model(**run.inputs).logits, run)[run.rows, run.columns]
         return values.float()
 
 
 def _picked(hidden_BLH: torch.Tensor, run: ModelRun) -> torch.Tensor:
     """Return [m, H]: the states that predict loss tokens."""
-    return hidden_BLH.flatten(0, 1).index_select(0, run.rows * hidden_BLH.shape[1] + run.columns)
+    return _checked(hidden_BLH, run).flatten(0, 1).index_select(0, run.rows * hidden_BLH.shape[1] + run.columns)
+
+
+def _checked(output_BL: torch.Tensor, run: ModelRun) -> torch.Tensor:
+    """Return what the model gave, if it is as long as it must be.
+
+    Raises:
+        ModelError: it is not: the tokens picked from it would be others.
+    """
+    if run.num_columns not in (None, output_BL.shape[1]):
+        raise ModelError(
+            f"the model gave {output_BL.shape[1]} tokens a row, and a rank's part is {run.num_columns}: its forward "
+            "does not split sequences over ranks as it was said to"
+        )
+    return output_BL
 
 
 def _without_none(figures: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor]:

@@ -34,6 +34,8 @@ class ModelRun:
     """[m] int64: places in them, each of the token before the one it predicts."""
     loss_positions: torch.Tensor
     """[m] int64: places, among the T, of the tokens that are predicted."""
+    num_columns: int | None = None
+    """How many places a row of the output must have, where the model itself may have cut them; None where it cannot."""
 
 
 def forward(
@@ -54,7 +56,20 @@ def forward(
         temperature: divides the logits.
         sequence: the ranks that split the tokens among them; None where nobody does.
     """
-    run = _packed(batch, sequence) if config.packing else _padded(batch)
+    return output_of(
+        model, head, _packed(batch, sequence) if config.packing else padded(batch), batch, temperature, sequence
+    )
+
+
+def output_of(
+    model: torch.nn.Module,
+    head: Head,
+    run: ModelRun,
+    batch: PackedBatch,
+    temperature: float,
+    sequence: dist.ProcessGroup | None,
+) -> TokenOutput:
+    """Run the model on what was made of a micro-batch; the arguments are those of `forward`."""
     targets = batch.input_ids[run.loss_positions]
     figures_mF = head.figures(model, run, targets, temperature)
     zeros_TF = figures_mF.new_zeros(batch.num_tokens, figures_mF.shape[1])
@@ -77,7 +92,7 @@ def _packed(batch: PackedBatch, sequence: dist.ProcessGroup | None) -> ModelRun:
     return ModelRun(inputs, torch.zeros_like(tokens.predictors), tokens.predictors, tokens.loss_positions)
 
 
-def _padded(batch: PackedBatch) -> ModelRun:
+def padded(batch: PackedBatch) -> ModelRun:
     """Give each sequence a row, padded on the right to the longest."""
     num_rows, longest = len(batch.lengths), max(batch.lengths)
     rows = torch.repeat_interleave(

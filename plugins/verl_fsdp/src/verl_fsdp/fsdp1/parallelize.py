@@ -12,6 +12,7 @@ from verl_fsdp.fsdp1.weight_table import WeightTable
 from verl_fsdp.model.blocks import blocks
 from verl_fsdp.model.compiled import compile_block
 from verl_fsdp.model.materialize import Materializer
+from verl_fsdp.model.recompute import enable_recompute
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -32,6 +33,7 @@ def shard(
     Returns:
         The wrapped model, and what its weights were before: wrapping changes their names and shapes.
     """
+    enable_recompute(model, config)
     materialize = Materializer(model, device)
     table = WeightTable.of(model)
     settings = _settings(config, mesh, device)

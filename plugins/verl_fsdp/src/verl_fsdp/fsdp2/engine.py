@@ -1,4 +1,4 @@
-"""The fsdp2 engine: a Hugging Face model under PyTorch ``fully_shard``."""
+"""The fsdp2 engine: a Hugging Face model under PyTorch ``fully_shard``. And what is true of any such model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from verl_fsdp.fsdp2.gradient_sync import (
 )
 from verl_fsdp.fsdp2.parallelize import shard
 from verl_fsdp.update.grad_norm import clip_gradients, grad_norm
-from verl_fsdp.update.held_gradients import choose_sync
+from verl_fsdp.update.held_gradients import SyncChoice, choose_sync
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,22 +32,21 @@ if TYPE_CHECKING:
     from verl_fsdp.config import Fsdp2Config, ShardedConfig
 
 
-class Fsdp2Engine(ShardedEngine):
-    """See `ShardedEngine`."""
+class FullyShardedEngine(ShardedEngine):
+    """A model whose root and blocks were given to ``fully_shard``, by whoever; see `ShardedEngine`."""
 
-    config: Fsdp2Config
+    sync: SyncChoice
+    """When gradients are reduced, and why."""
 
-    def __init__(self, config: Fsdp2Config, model_folder: Path) -> None:
-        """Build the engine; see the base class. Collectives: for ``gradient_sync: auto`` an all-reduce more."""
-        super().__init__(config, model_folder)
-        num_trained = sum(parameter.numel() for parameter in self.parameters.values() if parameter.requires_grad)
-        self.sync = choose_sync(config, num_trained, self.meshes.weights["shard"].size(), self.device)
-        """When gradients are reduced, and why."""
+    @property
+    def stays_on_cpu(self) -> bool:
+        """Whether weights, gradients and optimizer state lie on the CPU at all times."""
+        return False
 
-    def shard(self, model: PreTrainedModel, config: ShardedConfig, device: Device) -> torch.nn.Module:
-        """Apply fully_shard; see the base class."""
-        sharded = shard(model, cast("Fsdp2Config", config), self.meshes.weights, device.torch_device)
-        return cast("torch.nn.Module", sharded)
+    @property
+    def keeps_unsharded(self) -> bool:
+        """Whether parameters stay gathered from the first micro-batch to the last."""
+        return False
 
     def reshard(self) -> None:
         """Free what fully_shard keeps: the root's parameters, and with ``reshard_after_forward: false`` the blocks'.
@@ -62,7 +61,7 @@ class Fsdp2Engine(ShardedEngine):
         return gradient_sync(
             self._root,
             reduce=is_last_micro_batch or self.sync.every_micro_batch,
-            keep_unsharded=self.config.keep_unsharded,
+            keep_unsharded=self.keeps_unsharded,
             is_last=is_last_micro_batch,
         )
 
@@ -88,8 +87,8 @@ class Fsdp2Engine(ShardedEngine):
         return super().local_weights()
 
     def move(self, *, to_cpu: bool, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> None:
-        """Move parts to the CPU or back; see the base class. With ``cpu_offload`` they are there at all times."""
-        if self.config.cpu_offload:
+        """Move parts to the CPU or back; see the base class. No effect where they stay on the CPU."""
+        if self.stays_on_cpu:
             return
         if parameters:
             self.reshard()
@@ -108,3 +107,30 @@ class Fsdp2Engine(ShardedEngine):
     @property
     def _root(self) -> FSDPModule:
         return cast("FSDPModule", self.model)
+
+
+class Fsdp2Engine(FullyShardedEngine):
+    """The engine of the backend fsdp2."""
+
+    config: Fsdp2Config
+
+    def __init__(self, config: Fsdp2Config, model_folder: Path) -> None:
+        """Build the engine; see the base class. Collectives: for ``gradient_sync: auto`` an all-reduce more."""
+        super().__init__(config, model_folder)
+        num_trained = sum(parameter.numel() for parameter in self.parameters.values() if parameter.requires_grad)
+        self.sync = choose_sync(config, num_trained, self.meshes.weights["shard"].size(), self.device)
+
+    def shard(self, model: PreTrainedModel, config: ShardedConfig, device: Device) -> torch.nn.Module:
+        """Apply fully_shard; see the base class."""
+        sharded = shard(model, cast("Fsdp2Config", config), self.meshes.weights, device.torch_device)
+        return cast("torch.nn.Module", sharded)
+
+    @property
+    def stays_on_cpu(self) -> bool:
+        """Whether ``cpu_offload`` was asked for."""
+        return self.config.cpu_offload
+
+    @property
+    def keeps_unsharded(self) -> bool:
+        """Whether ``keep_unsharded`` was asked for."""
+        return self.config.keep_unsharded

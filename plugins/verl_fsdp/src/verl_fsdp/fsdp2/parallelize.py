@@ -10,6 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from verl_fsdp.model.blocks import blocks, outermost
 from verl_fsdp.model.compiled import compile_block
 from verl_fsdp.model.materialize import Materializer
+from verl_fsdp.model.recompute import enable_recompute
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -24,6 +25,7 @@ def shard(model: PreTrainedModel, config: Fsdp2Config, mesh: DeviceMesh, device:
     Parameters are gathered in ``param_dtype`` and reduced in float32; what each rank keeps of them is float32.
     """
     settings = _settings(config, mesh, device)
+    enable_recompute(model, config)
     materialize = Materializer(model, device)
     found = blocks(model, config)
     for block in found:

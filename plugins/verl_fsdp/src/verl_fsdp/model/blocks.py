@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from verl_fsdp.config import ShardedConfig
+    from verl_fsdp.config import TorchShardedConfig
 
 _LOG = logging.getLogger(__name__)
 _NUM_NAMED = 20
 
 
-def blocks(model: PreTrainedModel, config: ShardedConfig) -> list[torch.nn.Module]:
+def blocks(model: PreTrainedModel, config: TorchShardedConfig) -> list[torch.nn.Module]:
     """Return the modules of the classes in ``wrap``, or those that the model's authors say must stay whole.
 
     In the order in which they are to be sharded: of two that lie one inside the other the inner comes first, else the
@@ -40,16 +40,28 @@ def blocks(model: PreTrainedModel, config: ShardedConfig) -> list[torch.nn.Modul
                 "is none; name the class of its layers in engine.wrap, or leave wrap out"
             )
         return chosen
+    return own_blocks(model, "name the classes of its layers in engine.wrap")
+
+
+def own_blocks(model: PreTrainedModel, remedy: str) -> list[torch.nn.Module]:
+    """Return the modules that the model's authors say must stay whole; see `blocks`.
+
+    Args:
+        model: not sharded yet.
+        remedy: what the user can do where there are none; the classes of the model's modules are listed after it.
+    Raises:
+        ModelError: the model's authors name none.
+    """
     names = _no_split_modules(model)
     found = _of_classes(model, names)
-    tied = _tied_outside(model, found)
+    tied = tied_outside(model, found)
     if tied:
         _LOG.info("not sharded one by one, for they share weights with other modules: %s", ", ".join(sorted(tied)))
     alone = [module for module in found if id(module) not in tied.values()]
     if not alone:
         raise ModelError(
             f"{type(model).__name__} names no block to shard (_no_split_modules={sorted(names)}, of which it has "
-            f"{len(found)}); name the classes of its layers in engine.wrap: {_classes(model, '')}"
+            f"{len(found)}); {remedy}: {_classes(model, '')}"
         )
     return alone
 
@@ -75,7 +87,7 @@ def _named(model: PreTrainedModel, wrap: tuple[str, ...]) -> list[torch.nn.Modul
                 f"engine.wrap={list(wrap)}: a {type(module).__name__} is never called, so it cannot be gathered when "
                 "it is; name the class of what it holds"
             )
-    tied = _tied_outside(model, found)
+    tied = tied_outside(model, found)
     if tied:
         path, key = min(tied.items())
         kind = next(type(module).__name__ for module in found if id(module) == key)
@@ -106,7 +118,7 @@ def _inner_first(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     yield module
 
 
-def _tied_outside(model: torch.nn.Module, found: list[torch.nn.Module]) -> dict[str, int]:
+def tied_outside(model: torch.nn.Module, found: list[torch.nn.Module]) -> dict[str, int]:
     """Return path and id of the modules that share a parameter with one outside of them."""
     holders: dict[int, set[int]] = {}
     for module in model.modules():

@@ -26,7 +26,7 @@ _LOG = logging.getLogger(__name__)
 _NUM_NAMED = 10
 
 
-def load_model(config: ShardedConfig, model_folder: Path) -> PreTrainedModel:
+def load_model(config: ShardedConfig, model_folder: Path, attention: str | None = None) -> PreTrainedModel:
     """Load the model on the CPU of rank 0, and build the same one without weights on the others.
 
     Only rank 0 reads the folder, so the memory of a machine does not grow with its ranks. The others' parameters and
@@ -34,18 +34,23 @@ def load_model(config: ShardedConfig, model_folder: Path) -> PreTrainedModel:
     where there is nothing to train. What the folder lacks is drawn by ``seed``. The process's own random numbers are
     left alone.
 
+    Args:
+        config: the ``engine`` section.
+        model_folder: of Hugging Face's kind.
+        attention: transformers' name of an attention function; by default ours where sequences are packed.
     Raises:
         ModelError: the folder does not hold such a model; the cause is chained on rank 0, and every rank raises it.
     Collectives: a broadcast from rank 0, and one all-gather, of small objects.
     """
+    attention = attention or (PACKED_ATTENTION if config.packing else "sdpa")
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     if num_ranks == 1:
-        return _read(config, model_folder)
+        return _read(config, model_folder, attention)
     model: PreTrainedModel | None = None
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            model = _read(config, model_folder)
+            model = _read(config, model_folder, attention)
         except ModelError as error:
             failure = error
     plan: list[Any] = [None if model is None else (type(model), model.config), str(failure or "")]
@@ -54,7 +59,7 @@ def load_model(config: ShardedConfig, model_folder: Path) -> PreTrainedModel:
         raise failure or ModelError(plan[1])
     if model is None:
         try:
-            model = _skeleton(config, *plan[0])
+            model = _skeleton(config, attention, *plan[0])
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for this one
             failure = error
     failures = [""] * num_ranks
@@ -68,7 +73,7 @@ def load_model(config: ShardedConfig, model_folder: Path) -> PreTrainedModel:
     return model
 
 
-def _read(config: ShardedConfig, model_folder: Path) -> PreTrainedModel:
+def _read(config: ShardedConfig, model_folder: Path, attention: str) -> PreTrainedModel:
     """Load the whole model."""
     try:
         with _seeded(config.seed):
@@ -76,7 +81,7 @@ def _read(config: ShardedConfig, model_folder: Path) -> PreTrainedModel:
                 model_folder,
                 **load_arguments(config, model_folder),
                 dtype=_stored_dtype(config),
-                attn_implementation=_attention(config),
+                attn_implementation=attention,
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
@@ -92,11 +97,13 @@ def _read(config: ShardedConfig, model_folder: Path) -> PreTrainedModel:
     return cast("PreTrainedModel", model)
 
 
-def _skeleton(config: ShardedConfig, model_class: type[Any], model_config: PreTrainedConfig) -> PreTrainedModel:
+def _skeleton(
+    config: ShardedConfig, attention: str, model_class: type[Any], model_config: PreTrainedConfig
+) -> PreTrainedModel:
     """Build the same model without reading or allocating weights."""
     with _seeded(config.seed), torch.device("meta"):
         model = model_class._from_config(  # noqa: SLF001 - what from_config calls once it knows the class
-            model_config, dtype=_stored_dtype(config), attn_implementation=_attention(config)
+            model_config, dtype=_stored_dtype(config), attn_implementation=attention
         )
         _finish(model, config)
     return cast("PreTrainedModel", model)
@@ -104,13 +111,6 @@ def _skeleton(config: ShardedConfig, model_class: type[Any], model_config: PreTr
 
 def _finish(model: PreTrainedModel, config: ShardedConfig) -> None:
     """Do what every rank does to its model, with or without weights, in the same order."""
-    if config.activation_checkpointing:
-        if not model.supports_gradient_checkpointing:
-            raise ModelError(
-                f"engine.activation_checkpointing=true: {type(model).__name__} does not support it; set it to false"
-            )
-        # In train mode only, says transformers' own layer. Reentrant checkpoints would lose gradients of frozen inputs.
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.lora is not None:
         inject_adapters(model, config.lora, config.seed)
 
@@ -149,10 +149,6 @@ def _some(names: list[str]) -> str:
 def _stored_dtype(config: ShardedConfig) -> torch.dtype:
     """Return what weights are kept in: master weights are float32, a reference policy needs none."""
     return cast("torch.dtype", getattr(torch, config.param_dtype if config.forward_only else "float32"))
-
-
-def _attention(config: ShardedConfig) -> str:
-    return PACKED_ATTENTION if config.packing else "sdpa"
 
 
 @contextmanager

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Final, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from verl_engine.contract.errors import ModelError
+from verl_engine.engine.weights.shards import part_of, place_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, MutableMapping
+    from collections.abc import Callable, Collection, Iterator, MutableMapping
 
 Kind = str
 _KINDS: Final = ("parameter", "buffer", "attribute")
@@ -38,6 +40,11 @@ class Entry:
     shape: torch.Size
     dtype: torch.dtype
     requires_grad: bool
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it is one in any of its places."""
+        return any(place.kind == "parameter" for place in self.places)
 
 
 class Materializer:
@@ -82,26 +89,70 @@ class Materializer:
         for entry in due:
             self._fill(entry)
 
+    def hold_back(self) -> Callable[[], None]:
+        """Fill everything but parameters; those get their values when the model has been sharded by somebody else.
+
+        Meanwhile rank 0 has its own, and the others memory on the CPU that nobody has written to, which takes no room:
+        so whoever shards finds the same kind of model on every rank. Use it in place of calls with modules.
+
+        Returns:
+            What gives the sharded model's parameters, DTensors or whole ones, rank 0's values; to be called once.
+        Collectives: a broadcast for each tensor that is no parameter; later one for each parameter.
+        """
+        held = [entry for entry in self._pending if entry.is_parameter]
+        for entry in self._pending:
+            if not entry.is_parameter:
+                self._fill(entry)
+            elif not self._is_source:
+                self._put(entry, torch.empty(entry.shape, dtype=entry.dtype))
+        whole = [self._held(entry.places[0]) if self._is_source else None for entry in held]
+        self._pending = []
+
+        def fill() -> None:
+            for index, entry in enumerate(held):
+                self._fill_shards(entry, whole[index])
+                whole[index] = None
+
+        return fill
+
     @torch.no_grad()
     def _fill(self, entry: Entry) -> None:
-        first = entry.places[0]
-        old = _members(self._modules[first.module], first.kind)[first.name]
-        assert old is not None
+        old = self._held(entry.places[0])
+        value = self._broadcast(entry, old)
+        if self._is_source and value.data_ptr() == old.data_ptr():
+            return  # it is where it belongs already, and whoever holds it keeps it
+        self._put(entry, value)
+
+    @torch.no_grad()
+    def _fill_shards(self, entry: Entry, whole: torch.Tensor | None) -> None:
+        """Cut this rank's part out of a whole parameter, in every place that holds one."""
+        value = self._broadcast(entry, whole)
+        shards = {id(shard): shard for shard in map(self._held, entry.places)}
+        for shard in shards.values():
+            local = shard.to_local() if isinstance(shard, DTensor) else shard
+            local.copy_(part_of(value, *place_of(shard)))
+
+    def _broadcast(self, entry: Entry, own: torch.Tensor | None) -> torch.Tensor:
+        """Return rank 0's tensor on this rank's device."""
         if self._is_source:
-            value = old.detach().to(self._device).contiguous()
+            assert own is not None
+            value = own.detach().to(self._device).contiguous()
         else:
             value = torch.empty(entry.shape, dtype=entry.dtype, device=self._device)
         if self._num_ranks > 1 and value.numel():
             # As bytes: not every dtype that buffers have is known to every communication library.
             dist.broadcast(value.reshape(-1).view(torch.uint8), src=0)
-        if self._is_source and value.data_ptr() == old.data_ptr():
-            return  # it is where it belongs already, and whoever holds it keeps it
-        self._put(entry, value)
+        return value
+
+    def _held(self, place: Place) -> torch.Tensor:
+        """Return what is in a place now."""
+        tensor = _members(self._modules[place.module], place.kind)[place.name]
+        assert tensor is not None
+        return tensor.detach()
 
     def _put(self, entry: Entry, value: torch.Tensor) -> None:
         """Set a tensor in all its places."""
-        is_parameter = any(place.kind == "parameter" for place in entry.places)
-        held = torch.nn.Parameter(value, requires_grad=entry.requires_grad) if is_parameter else value
+        held = torch.nn.Parameter(value, requires_grad=entry.requires_grad) if entry.is_parameter else value
         for place in entry.places:
             _members(self._modules[place.module], place.kind)[place.name] = held
 

@@ -43,7 +43,13 @@ class SyncChoice:
 
 
 def choose_sync(
-    config: ShardedConfig, num_trained: int, shard_ranks: int, device: Device, *, must_reduce: str = ""
+    config: ShardedConfig,
+    num_trained: int,
+    shard_ranks: int,
+    device: Device,
+    *,
+    must_reduce: str = "",
+    num_own: int | None = None,
 ) -> SyncChoice:
     """Decide as ``gradient_sync`` says; for ``auto`` by memory. Logs the choice, once, on the first rank.
 
@@ -55,11 +61,13 @@ def choose_sync(
         num_trained: entries of all trained parameters, whole ones.
         shard_ranks: ranks that share one copy of the weights.
         device: of this rank.
+        num_own: entries of a rank's own shards, where ranks do not share all parameters alike; then `num_trained`
+            counts those that a rank gathers, and `shard_ranks` has no effect.
         must_reduce: why ``auto`` may not hold gradients back, where the backend cannot do so in float32.
     Collectives: for ``auto`` one all-reduce over all ranks: those with the least memory decide for all.
     """
     last_bytes = num_trained * _BYTES
-    every_bytes = -(-last_bytes // shard_ranks)
+    every_bytes = -(-last_bytes // shard_ranks) if num_own is None else num_own * _BYTES
     mode, reason = config.gradient_sync, "as configured"
     if mode == "auto":
         budget, limit = _budget(config, device)

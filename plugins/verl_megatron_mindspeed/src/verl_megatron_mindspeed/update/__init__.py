@@ -1,1 +1,1 @@
-"""."""
+"""Gradients, the optimizer, checkpoints and offload of a Megatron model."""

@@ -112,9 +112,14 @@ class WeightMap:
             else:
                 yield WeightShard(spec.name, spec.shape, own.offsets, own.content())
 
-    def load_full_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_full_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], get: Callable[[torch.Tensor], Held] | None = None
+    ) -> None:
         """Copy whole weights into the parameters; each rank cuts out its own part. No collectives.
 
+        Args:
+            weights: all of them.
+            get: gives what else is to take them, such as float32 masters, which are not rounded as parameters are.
         Raises:
             WeightsError: a name or shape that the model does not have, or a weight that is missing.
         """
@@ -128,6 +133,9 @@ class WeightMap:
             own = self._blocks.get(name)
             if own is not None:
                 own.fill(part_of(whole, own.offsets, own.shape))
+            if own is not None and get is not None:
+                for offsets, part in own.parts(get):
+                    part.copy_(part_of(whole, offsets, part.shape))
         _require_none(missing)
 
     def load_weight_shards(self, shards: Iterable[WeightShard]) -> None:

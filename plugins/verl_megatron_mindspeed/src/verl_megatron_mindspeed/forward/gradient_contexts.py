@@ -1,0 +1,64 @@
+"""The contexts of ``engine_gradient_sync`` around the micro-batches of a pipeline, which run through each other.
+
+Megatron's schedule holds gradients back until the backward of the last micro-batch, stage by stage. So the contexts of
+all micro-batches but the last are entered together before the first forward, and left, for that of the last, where the
+schedule lets gradients go.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from types import TracebackType
+
+    import torch
+
+
+class PipelineContexts(AbstractContextManager["PipelineContexts"]):
+    """Enters one context for each micro-batch; all are left at the end, after an exception too."""
+
+    def __init__(
+        self,
+        gradient_sync: Callable[[bool], AbstractContextManager[None]],
+        num_micro_batches: int,
+        chunks: Sequence[torch.nn.Module],
+    ) -> None:
+        """Enter nothing yet.
+
+        Args:
+            gradient_sync: makes a context, given whether it is that of the last micro-batch.
+            num_micro_batches: at least one; those that only fill the schedule up do not count.
+            chunks: this rank's parts of the model, as Megatron's DistributedDataParallel.
+        """
+        self._gradient_sync = gradient_sync
+        self._num_micro_batches = num_micro_batches
+        self._chunks: Sequence[Any] = chunks
+        self._entered = ExitStack()
+        self._is_last = False
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Leave what is entered."""
+        self._entered.__exit__(kind, error, traceback)
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Hold gradients back inside: Megatron's ``no_sync_func``.
+
+        The interleaved schedule enters it again for parts of the model whose last backward is yet to come.
+        """
+        held = self._entered.enter_context(ExitStack())
+        if not self._is_last:
+            for _ in range(self._num_micro_batches - 1):
+                held.enter_context(self._gradient_sync(False))
+        for chunk in self._chunks:
+            held.enter_context(chunk.no_sync())  # a single micro-batch may have been filled up
+        yield
+        held.close()
+        if not self._is_last:
+            self._is_last = True
+            self._entered.enter_context(self._gradient_sync(True))

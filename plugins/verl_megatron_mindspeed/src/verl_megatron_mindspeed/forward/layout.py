@@ -1,0 +1,85 @@
+"""A micro-batch as Megatron's GPTModel takes it.
+
+Shape legend: T tokens of the micro-batch, t those that this rank runs (all with tensor parallelism, a part with context
+parallelism), m loss tokens that it predicts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from verl_megatron_mindspeed.forward.places import find_places
+
+if TYPE_CHECKING:
+    from verl_engine.batch.packed import PackedBatch
+    from verl_megatron_mindspeed.parallel import Parallel
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What goes into the model, and where in its output the loss tokens are predicted."""
+
+    input_ids: torch.Tensor
+    """[1, t] int64."""
+    position_ids: torch.Tensor
+    """[1, t] int64."""
+    packed: PackedSeqParams
+    """Where sequences begin, counted over all ranks that split them."""
+    rows: torch.Tensor
+    """[max(m, 1)] int64: places among the t of the tokens that predict a loss token, each the one before it. Where
+    there is none, one that predicts nothing: kernels are spared matrices without rows."""
+    targets: torch.Tensor
+    """[max(m, 1)] int64: the tokens that they predict."""
+    loss_positions: torch.Tensor
+    """[m] int64: places of those among the T."""
+    num_tokens: int
+    """T."""
+
+
+def lay_out(batch: PackedBatch, parallel: Parallel, *, sequence_parallel: bool) -> Layout:
+    """Lay a micro-batch out for this rank.
+
+    Args:
+        batch: the same on all ranks that split the model.
+        parallel: who splits what.
+        sequence_parallel: whether tensor-parallel ranks divide the t tokens between them outside attention.
+
+    No collectives. With context parallelism the host waits for the device once.
+    """
+    context, device = parallel.context, batch.input_ids.device
+    multiple = parallel.tensor.size if sequence_parallel else 1
+    places = find_places(batch.lengths, context.size, context.rank, multiple)
+    source_t, position_t, place_T = (
+        torch.from_numpy(array).to(device) for array in (places.source, places.positions, places.place)
+    )
+    ids_t = torch.where(source_t < 0, 0, batch.input_ids[source_t.clamp_min(0)])
+    losses = batch.loss_positions
+    rows = place_T[losses - 1]
+    if context.size > 1:
+        is_own = rows >= 0
+        rows, losses = rows[is_own], losses[is_own]
+    targets = batch.input_ids[losses]
+    if not losses.numel():
+        rows, targets = rows.new_zeros(1), targets.new_zeros(1)
+    packed = _packed_sequences(places.lengths, device)
+    return Layout(ids_t[None], position_t[None], packed, rows, targets, losses, batch.num_tokens)
+
+
+def _packed_sequences(lengths: tuple[int, ...], device: torch.device) -> PackedSeqParams:
+    """Say where sequences begin; filling counts as theirs, since no real token looks at what comes after it."""
+    begins = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    longest = max(lengths)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=begins,
+        cu_seqlens_kv=begins,
+        cu_seqlens_q_padded=begins,
+        cu_seqlens_kv_padded=begins,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )

@@ -1,0 +1,144 @@
+"""Log-probs and entropy from logits whose vocabulary is split over ranks. Imports no Megatron.
+
+With z = logits / temperature, p = softmax(z), H its entropy, and y the target:
+
+    log p_y = z_y - log sum exp z       d log p_y / d z_v = [v = y] - p_v
+    H = log sum exp z - sum p z         d H / d z_v       = -p_v * (log p_v + H)
+
+Only the highest z and the sums over the vocabulary need the other ranks, so the backward needs none of them. Both go
+through the rows a block at a time: besides the logits themselves only one block exists in float32, and the backward
+writes the gradient over the logits.
+
+Shape legend: M rows, m of them in a block, v entries of the vocabulary on this rank.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Entropy = Literal["off", "value", "gradient"]
+"""Whether entropy is computed: not at all, without gradient, or with one."""
+_BLOCK_ELEMENTS: Final = 1 << 24
+"""Entries of a block: 64 MiB in float32."""
+
+
+def split_log_probs(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    entropy: Entropy,
+    *,
+    first: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute each target's log-prob under softmax(logits / temperature) over the whole vocabulary.
+
+    Args:
+        logits: [M, v], any float dtype: those of this rank's part of the vocabulary, v may be 0. The backward
+            overwrites them.
+        targets: [M] int64, counted over the whole vocabulary.
+        temperature: above 0.
+        entropy: ``off``, ``value`` (no gradient) or ``gradient``.
+        first: index in the whole vocabulary of this rank's first entry.
+        group: the ranks that split the vocabulary; None where nobody does.
+    Returns:
+        Log-probs [M] and entropy [M] (None where it is off), in nats, the same on every rank of the group; float32, or
+        float64 where the logits are.
+    Collectives: two all-reduces over the group, of the highest logit of each row and of its sums; none backward.
+        Gradient: through the logits, each rank's part of it.
+    """
+    logp_M, entropy_M = _SplitLogProbs.apply(  # type: ignore[no-untyped-call]
+        logits, targets - first, temperature, entropy, group
+    )
+    return logp_M, (None if entropy == "off" else entropy_M)
+
+
+class _SplitLogProbs(torch.autograd.Function):
+    """See the module's docstring."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        entropy: Entropy,
+        group: dist.ProcessGroup | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        highest_M = _highest(logits, temperature, group)
+        # The sums of exp z, of exp z * z, and the target's z, where z is counted from the highest.
+        sums_3M = highest_M.new_zeros(3, logits.shape[0])
+        is_here_M, place_M = _places_of(targets, logits.shape[1])
+        for rows in _blocks(logits):
+            z_mv = logits[rows].to(highest_M.dtype, copy=True).div_(temperature).sub_(highest_M[rows, None])
+            if logits.shape[1]:
+                sums_3M[2, rows] = torch.where(is_here_M[rows], z_mv.gather(1, place_M[rows, None])[:, 0], 0.0)
+            if entropy == "off":
+                sums_3M[0, rows] = z_mv.exp_().sum(1)
+            else:
+                exp_mv = z_mv.exp()
+                sums_3M[0, rows] = exp_mv.sum(1)
+                sums_3M[1, rows] = exp_mv.mul_(z_mv).sum(1)
+        _sum_over(sums_3M, group)
+        log_sum_M = sums_3M[0].log()
+        logp_M = sums_3M[2] - log_sum_M
+        entropy_M = log_sum_M - sums_3M[1] / sums_3M[0]
+        ctx.save_for_backward(logits, is_here_M, place_M, highest_M, log_sum_M, entropy_M)
+        ctx.temperature, ctx.entropy = temperature, entropy
+        if entropy != "gradient":
+            ctx.mark_non_differentiable(entropy_M)
+        return logp_M, entropy_M
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, is_here_M, place_M, highest_M, log_sum_M, entropy_M = ctx.saved_tensors
+        # z is divided by the temperature, so what comes back to the logits is too.
+        d_logp_M, d_entropy_M = (gradient / ctx.temperature for gradient in gradients)
+        found = logits.detach()
+        for rows in _blocks(found):
+            z_mv = found[rows].to(highest_M.dtype, copy=True).div_(ctx.temperature)
+            logp_mv = z_mv.sub_(highest_M[rows, None]).sub_(log_sum_M[rows, None])
+            if ctx.entropy == "gradient":
+                factor_mv = logp_mv.add(entropy_M[rows, None]).mul_(-d_entropy_M[rows, None])
+                d_mv = logp_mv.exp_().mul_(factor_mv.sub_(d_logp_M[rows, None]))
+            else:
+                d_mv = logp_mv.exp_().mul_(-d_logp_M[rows, None])
+            if found.shape[1]:
+                own_m = torch.where(is_here_M[rows], d_logp_M[rows], 0.0)
+                d_mv.scatter_add_(1, place_M[rows, None], own_m[:, None])
+            found[rows] = d_mv
+        return found, None, None, None, None
+
+
+def _highest(logits: torch.Tensor, temperature: float, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return [M]: the highest logit of each row of the whole vocabulary, divided by the temperature."""
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    if logits.shape[1]:
+        highest_M = logits.amax(1).to(dtype).div_(temperature)
+    else:
+        highest_M = logits.new_full((logits.shape[0],), float("-inf"), dtype=dtype)
+    if group is not None:
+        dist.all_reduce(highest_M, op=dist.ReduceOp.MAX, group=group)
+    return highest_M
+
+
+def _places_of(targets_M: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Say which targets are on this rank, and at which of its entries; elsewhere at any."""
+    is_here_M = (targets_M >= 0) & (targets_M < width)
+    return is_here_M, targets_M.clamp(0, max(width - 1, 0))
+
+
+def _sum_over(values: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    if group is not None:
+        dist.all_reduce(values, group=group)
+
+
+def _blocks(logits: torch.Tensor) -> Iterator[slice]:
+    size = max(1, _BLOCK_ELEMENTS // max(logits.shape[1], 1))
+    return (slice(first, first + size) for first in range(0, logits.shape[0], size))

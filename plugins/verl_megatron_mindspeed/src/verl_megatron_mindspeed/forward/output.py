@@ -1,0 +1,147 @@
+"""From the model's last hidden states to what is said of each token.
+
+Shape legend: T tokens of the micro-batch, t those of this rank, n those of them that this rank holds outside attention
+(a part of t with sequence parallelism), m rows of loss tokens, H hidden dim, v entries of the vocabulary on this rank,
+F figures a token.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+
+from verl_engine.engine.token_output import TokenOutput
+from verl_megatron_mindspeed.forward.log_probs import split_log_probs
+
+if TYPE_CHECKING:
+    from verl_megatron_mindspeed.config import MegatronConfig
+    from verl_megatron_mindspeed.forward.layout import Layout
+    from verl_megatron_mindspeed.parallel import Group, Parallel
+
+_LANGUAGE_FIGURES: Final = ("given_log_probs", "given_entropy")
+
+
+class LossRows:
+    """Lets a model's output layer see only what predicts loss tokens: logits are the largest tensor."""
+
+    def __init__(self, layer: torch.nn.Module, tensor_group: Group, *, sequence_parallel: bool) -> None:
+        """Take hold of the layer's input.
+
+        Args:
+            layer: the model's last one.
+            tensor_group: the tensor-parallel ranks.
+            sequence_parallel: whether they hold different tokens of its input. It is gathered here then, since each
+                has another number of loss tokens, and the layer is told that it is whole.
+        """
+        self._gathers = sequence_parallel
+        self._group = tensor_group
+        self._rows: torch.Tensor | None = None
+        if sequence_parallel and hasattr(layer, "sequence_parallel"):
+            layer.sequence_parallel = False  # type: ignore[assignment] # a plain attribute of Megatron's linear layers
+        layer.register_forward_pre_hook(self._pick)
+
+    def expect(self, rows: torch.Tensor) -> None:
+        """Say which of the t rows the next call of the model is to give, [m] int64."""
+        self._rows = rows
+
+    def _pick(self, _layer: torch.nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Replace [n, 1, H] with [m, 1, H]. Collectives: with sequence parallelism an all-gather."""
+        hidden, *others = arguments
+        if self._gathers:
+            # The layer gives every rank the whole gradient of its input; each keeps its own part.
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self._group.group
+            )
+        if self._rows is not None:
+            hidden, self._rows = hidden.index_select(0, self._rows), None
+        return (hidden, *others)
+
+
+class Head:
+    """Turns the model's output into figures of tokens, as the config asks for them."""
+
+    def __init__(self, config: MegatronConfig, parallel: Parallel, vocab_size: int) -> None:
+        """Remember what to compute.
+
+        Args:
+            config: of the engine.
+            parallel: who splits what.
+            vocab_size: how many tokens there are, without what fills the output layer up.
+        """
+        self._is_value = config.head == "value"
+        self._entropy = config.entropy
+        self._tensor = parallel.tensor
+        self._context = parallel.context
+        self._vocab_size = vocab_size
+        self.gives: tuple[str, ...] = _LANGUAGE_FIGURES[: 1 if config.entropy == "off" else 2]
+        """Fields of `TokenOutput`, one a figure."""
+        if self._is_value:
+            self.gives = ("given_values",)
+
+    def figures(self, output: torch.Tensor, layout: Layout, temperature: float) -> torch.Tensor:
+        """Return [T, F] float32, 0 outside the loss; the same on all ranks that split the micro-batch.
+
+        Args:
+            output: [1, m, v] logits, or [1, m, 1] values.
+            layout: of the micro-batch.
+            temperature: divides the logits.
+        Collectives: over tensor-parallel ranks those of `split_log_probs`; over context-parallel ranks an all-reduce.
+        """
+        figures_mF = output[0].float() if self._is_value else self._of_logits(output[0], layout, temperature)
+        zeros_TF = figures_mF.new_zeros(layout.num_tokens, figures_mF.shape[1])
+        own_mF = figures_mF[: layout.loss_positions.shape[0]]  # without the row that predicts nothing
+        return sum_over_group(zeros_TF.index_put((layout.loss_positions,), own_mF), self._context)
+
+    def token_output(self, figures_TF: torch.Tensor) -> TokenOutput:
+        """Name the figures."""
+        return TokenOutput(**dict(zip(self.gives, figures_TF.unbind(-1), strict=True)))
+
+    def _of_logits(self, logits_mv: torch.Tensor, layout: Layout, temperature: float) -> torch.Tensor:
+        first = self._tensor.rank * logits_mv.shape[1]
+        # What fills the vocabulary up to a number that all ranks can divide comes last, and has no probability.
+        num_real = min(max(self._vocab_size - first, 0), logits_mv.shape[1])
+        logp_m, entropy_m = split_log_probs(
+            logits_mv[:, :num_real],
+            layout.targets,
+            temperature,
+            self._entropy,
+            first=first,
+            group=self._tensor.group if self._tensor.size > 1 else None,
+        )
+        return torch.stack([logp_m] if entropy_m is None else [logp_m, entropy_m], dim=-1)
+
+
+def sum_over_group(parts: torch.Tensor, group: Group) -> torch.Tensor:
+    """Bring the figures of all ranks together, where each has a part and 0 elsewhere.
+
+    Args:
+        parts: any shape and dtype, the same on every rank; unchanged.
+        group: the ranks that split the tokens.
+    Returns:
+        The sum, the same on every rank.
+    Collectives: one all-reduce, none backward. Gradient: as it comes, since every rank of the group computes the same
+        loss on the whole. So each parameter's gradient is in parts too, which Megatron sums over the group.
+    """
+    if group.size == 1:
+        return parts
+    summed: torch.Tensor = _SumOverGroup.apply(parts, group.group)  # type: ignore[no-untyped-call]
+    return summed
+
+
+class _SumOverGroup(torch.autograd.Function):
+    """See `sum_over_group`."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        del ctx
+        summed = parts.clone()
+        dist.all_reduce(summed, group=group)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        del ctx
+        return gradients[0], None

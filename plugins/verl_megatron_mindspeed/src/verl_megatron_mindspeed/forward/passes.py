@@ -1,0 +1,181 @@
+"""One call of Megatron's schedule: what a stage computes of each micro-batch.
+
+Shape legend: T tokens of a micro-batch, n those that this rank holds between stages, H hidden dim, F figures a token.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.utils import get_attr_wrapped_model
+
+from verl_megatron_mindspeed.forward.guard import Guard
+from verl_megatron_mindspeed.forward.layout import Layout, lay_out
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from verl_engine.batch.packed import PackedBatch
+    from verl_engine.engine.base import LossFn
+    from verl_megatron_mindspeed.forward.output import Head, LossRows
+    from verl_megatron_mindspeed.model.build import MegatronModel
+    from verl_megatron_mindspeed.parallel import Parallel
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """A micro-batch with its layout."""
+
+    batch: PackedBatch
+    layout: Layout
+    is_filling: bool
+    """Whether it is only there to make up the number that the schedule needs."""
+
+
+class Pass(ABC):
+    """Steps through micro-batches, as Megatron's schedule calls for them."""
+
+    def __init__(
+        self, model: MegatronModel, parallel: Parallel, head: Head, rows: LossRows | None, temperature: float
+    ) -> None:
+        """Begin.
+
+        Args:
+            model: all its chunks.
+            parallel: who splits what.
+            head: makes figures of the model's output.
+            rows: picks those of loss tokens; None where this rank has no output layer.
+            temperature: divides the logits.
+        """
+        self._model = model
+        self._parallel = parallel
+        self._head = head
+        self._rows = rows
+        self._temperature = temperature
+        self._is_half = model.transformer.params_dtype is not torch.float32
+        self.guard = Guard()
+        """What went wrong on this rank, where others of a pipeline would wait for it."""
+
+    def lay_out(self, batches: Sequence[PackedBatch], num_real: int) -> list[Laid]:
+        """Lay micro-batches out; those after the first `num_real` are filling."""
+        sequence_parallel = self._model.transformer.sequence_parallel
+        return [
+            Laid(
+                batch,
+                lay_out(batch, self._parallel, sequence_parallel=sequence_parallel),
+                index >= num_real,
+            )
+            for index, batch in enumerate(batches)
+        ]
+
+    @abstractmethod
+    def finish(self, figures: torch.Tensor, laid: Laid) -> torch.Tensor:
+        """Take the figures of a micro-batch, [T, F]; return what its backward begins with."""
+
+    def step(self, iterator: Iterator[Laid], chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+        """Run a part of the model on the next micro-batch: Megatron's ``forward_step_func``.
+
+        Returns:
+            What the next stage takes, [n, 1, H], or what the backward begins with; and a function to which Megatron
+            gives the latter, to hear that there is nothing to divide it by.
+        """
+        laid = next(iterator)
+        if self._parallel.pipeline.size == 1:
+            return self._compute(chunk, laid), _as_it_is
+        part = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+        given = part.decoder.input_tensor
+
+        def compute(own: torch.Tensor | None) -> torch.Tensor:
+            part.set_input_tensor([own])
+            return self._compute(chunk, laid)
+
+        return self.guard.run(compute, given, partial(self._stand_in, laid.layout, part)), _as_it_is
+
+    def _compute(self, chunk: torch.nn.Module, laid: Laid) -> torch.Tensor:
+        layout = laid.layout
+        is_last = self._rows is not None and chunk is self._model.chunks[-1]
+        if self._rows is not None and is_last:
+            self._rows.expect(layout.rows)
+        # Logits may stay as they are: float32 is made of them a block at a time.
+        options = {"fp32_output": False} if self._is_half else {}
+        output: torch.Tensor = chunk(
+            input_ids=layout.input_ids,
+            position_ids=layout.position_ids,
+            attention_mask=None,
+            packed_seq_params=layout.packed,
+            **options,
+        )
+        if not is_last:
+            return output
+        return self.finish(self._head.figures(output, layout, self._temperature), laid)
+
+    def _stand_in(self, layout: Layout, part: Any) -> torch.Tensor:
+        """Return zeros in place of the output of a part of the model."""
+        transformer = self._model.transformer
+        device = layout.input_ids.device
+        if part.post_process:
+            return torch.zeros((), device=device)
+        num_held = layout.input_ids.shape[1] // (self._parallel.tensor.size if transformer.sequence_parallel else 1)
+        return torch.zeros(num_held, 1, transformer.hidden_size, dtype=transformer.pipeline_dtype, device=device)
+
+
+class InferencePass(Pass):
+    """Keeps the figures of the first micro-batch."""
+
+    figures: torch.Tensor | None = None
+    """[T, F]; on the last stage only."""
+
+    def finish(self, figures: torch.Tensor, laid: Laid) -> torch.Tensor:
+        """Take the figures; there is no backward."""
+        if not laid.is_filling:
+            self.figures = figures
+        return figures.new_zeros(())
+
+
+class TrainingPass(Pass):
+    """Sums loss and metrics up."""
+
+    def __init__(
+        self,
+        model: MegatronModel,
+        parallel: Parallel,
+        head: Head,
+        rows: LossRows | None,
+        temperature: float,
+        loss_fn: LossFn,
+    ) -> None:
+        """Begin; see the base class.
+
+        Args:
+            model: all its chunks.
+            parallel: who splits what.
+            head: makes figures of the model's output.
+            rows: picks those of loss tokens; None where this rank has no output layer.
+            temperature: divides the logits.
+            loss_fn: called with each micro-batch but those that are filling.
+        """
+        super().__init__(model, parallel, head, rows, temperature)
+        self._loss_fn = loss_fn
+        self.loss = torch.zeros((), device=next(model.chunks[0].parameters()).device)
+        """Sum over micro-batches; of this rank, if it has the last stage."""
+        self.sums: dict[str, torch.Tensor] = {}
+        """Likewise of each metric."""
+
+    def finish(self, figures: torch.Tensor, laid: Laid) -> torch.Tensor:
+        """Return the loss."""
+        if laid.is_filling:
+            return figures.sum()  # it has no loss tokens, so it is 0, and so is its gradient
+        loss, metrics = self._loss_fn(self._head.token_output(figures), laid.batch)
+        self.loss = self.loss + loss.detach()
+        for name, value in metrics.items():
+            self.sums[name] = self.sums.get(name, torch.zeros_like(self.loss)) + value.detach()
+        return loss
+
+
+def _as_it_is(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    """Tell Megatron to divide the loss by no number of tokens, as it is scaled already."""
+    return output, torch.zeros((), dtype=torch.int32, device=output.device), None

@@ -1,0 +1,74 @@
+"""What the ranks of a pipeline tell each other when a schedule is through."""
+
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from verl_engine.contract.errors import EngineError
+
+if TYPE_CHECKING:
+    from verl_megatron_mindspeed.parallel import Parallel
+
+
+def agree(parallel: Parallel, failure: Exception | None, names: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Raise on all ranks of a pipeline what went wrong on one.
+
+    Args:
+        parallel: whose pipeline.
+        failure: what went wrong on this rank.
+        names: of the metrics, where this is the last stage.
+    Returns:
+        Those of the last stage.
+    Raises:
+        Exception: `failure`, or else that of the first stage that has one; an EngineError that describes it where it
+            cannot be pickled.
+    Collectives: an all-gather of objects over the pipeline's ranks.
+    """
+    pipeline = parallel.pipeline
+    told: list[tuple[bytes | str | None, tuple[str, ...]]] = [(None, ())] * pipeline.size
+    dist.all_gather_object(told, (_portable(failure), names), group=pipeline.group)
+    if failure is not None:
+        raise failure
+    for stage, (found, _) in enumerate(told):
+        if found is not None:
+            where = EngineError(f"pipeline stage {stage} failed; this is stage {pipeline.rank}")
+            raise _restored(found, stage) from where
+    return told[-1][1]
+
+
+def from_last_stage(values: torch.Tensor, parallel: Parallel) -> torch.Tensor:
+    """Return the last stage's values on every rank of a pipeline; a broadcast, in place on the others.
+
+    Args:
+        values: of the same shape and dtype everywhere.
+        parallel: whose pipeline.
+    """
+    if parallel.pipeline.size > 1:
+        dist.broadcast(values, src=parallel.last_stage, group=parallel.pipeline.group)
+    return values
+
+
+def _portable(failure: Exception | None) -> bytes | str | None:
+    """Pickle an exception; where that does not bring it back, describe it."""
+    if failure is None:
+        return None
+    try:
+        packed = pickle.dumps(failure)
+        pickle.loads(packed)  # noqa: S301 - our own
+    except Exception:  # noqa: BLE001 - a class can fail in any way
+        return f"{type(failure).__name__}: {failure}"
+    return packed
+
+
+def _restored(found: bytes | str, stage: int) -> Exception:
+    if isinstance(found, str):
+        return EngineError(f"pipeline stage {stage} failed with {found}")
+    try:
+        error: Any = pickle.loads(found)  # noqa: S301 - from a rank of this job
+    except Exception as cause:  # noqa: BLE001 - its module may be missing here
+        return EngineError(f"pipeline stage {stage} failed, and what it raised cannot be read here: {cause}")
+    return error if isinstance(error, Exception) else EngineError(f"pipeline stage {stage} failed with {error!r}")

@@ -1,0 +1,180 @@
+"""Micro-batches through the model, by Megatron's own schedules.
+
+Shape legend: T tokens of a micro-batch, t those of this rank, F figures a token.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from verl_engine.batch.packed import PackedBatch
+from verl_megatron_mindspeed.forward.gradient_contexts import PipelineContexts
+from verl_megatron_mindspeed.forward.output import Head, LossRows
+from verl_megatron_mindspeed.forward.padding_token import spare_padding_token
+from verl_megatron_mindspeed.forward.passes import InferencePass, Pass, TrainingPass
+from verl_megatron_mindspeed.forward.pipeline import agree, from_last_stage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from verl_engine.engine.base import LossFn
+    from verl_engine.engine.device import Device
+    from verl_engine.engine.token_output import TokenOutput
+    from verl_megatron_mindspeed.config import MegatronConfig
+    from verl_megatron_mindspeed.model.build import MegatronModel
+    from verl_megatron_mindspeed.parallel import Parallel
+    from verl_megatron_mindspeed.update.training import Training
+
+
+class Schedule:
+    """Runs micro-batches forward, and backward too."""
+
+    def __init__(self, config: MegatronConfig, model: MegatronModel, parallel: Parallel, device: Device) -> None:
+        """Take hold of embedding and output layer where this rank has them.
+
+        Args:
+            config: of the engine.
+            model: its chunks may be wrapped further.
+            parallel: who splits what.
+            device: where it all is.
+        """
+        self._model = model
+        self._parallel = parallel
+        self._device = device
+        self._head = Head(config, parallel, model.vocab_size)
+        first, last = model.parts()[0], model.parts()[-1]
+        if first.pre_process:
+            token = getattr(model.hf_config, "pad_token_id", None)
+            spare_padding_token(first.embedding.word_embeddings, token, model.vocab_size, parallel.tensor)
+        self._rows = (
+            LossRows(last.output_layer, parallel.tensor, sequence_parallel=config.sequence_parallel)
+            if last.post_process
+            else None
+        )
+
+    def infer(self, batch: PackedBatch, temperature: float) -> TokenOutput:
+        """Run a micro-batch forward, without gradient.
+
+        Args:
+            batch: on the device; the same on all ranks that split the model.
+            temperature: divides the logits.
+        Returns:
+            The output of all tokens, on every rank.
+        Raises:
+            Exception: whatever the model raises; on all ranks of the pipeline if it is on one.
+        Collectives: those of the model's parallelism, and a broadcast from the last pipeline stage.
+        """
+        run = InferencePass(self._model, self._parallel, self._head, self._rows, temperature)
+        with torch.no_grad():
+            self._go(run, [batch], forward_only=True)
+            if self._parallel.pipeline.size > 1:
+                agree(self._parallel, run.guard.failure)
+            figures_TF = run.figures
+            if figures_TF is None:
+                figures_TF = torch.empty(batch.num_tokens, len(self._head.gives), device=self._device.torch_device)
+            return self._head.token_output(from_last_stage(figures_TF.contiguous(), self._parallel))
+
+    def train(
+        self,
+        training: Training,
+        micro_batches: Sequence[PackedBatch],
+        loss_fn: LossFn,
+        loss_scale: float,
+        temperature: float,
+        gradient_sync: Callable[[bool], AbstractContextManager[None]],
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Accumulate the gradient of ``loss_scale`` times the summed loss; see `Engine.forward_backward`.
+
+        Args:
+            training: reduces the gradient, and scales the loss for float16.
+            micro_batches: on the device; the same on all ranks that split the model, as many on every rank.
+            loss_fn: called where the last pipeline stage is.
+            loss_scale: multiplies the loss.
+            temperature: divides the logits.
+            gradient_sync: makes the context of a micro-batch, given whether it is the last.
+        Returns:
+            Loss and metrics, unscaled and summed, without gradient; the same on all ranks of a pipeline.
+        Raises:
+            Exception: whatever loss or model raise; on all ranks of the pipeline if it is on one.
+        """
+        run = TrainingPass(self._model, self._parallel, self._head, self._rows, temperature, loss_fn)
+        transformer = self._model.transformer
+        scale = transformer.grad_scale_func
+        # Megatron scales the router's own losses by the same function, so it has to hold all factors.
+        with _fields(transformer, grad_scale_func=lambda loss: (loss if scale is None else scale(loss)) * loss_scale):
+            if self._parallel.pipeline.size > 1:
+                return self._train_pipeline(run, training, micro_batches, gradient_sync)
+            for index, batch in enumerate(micro_batches):
+                is_last = index == len(micro_batches) - 1
+                finalize = training.finalize if is_last else None
+                with gradient_sync(is_last), _fields(transformer, finalize_model_grads_func=finalize):
+                    self._go(run, [batch])
+        return run.loss, run.sums
+
+    def _train_pipeline(
+        self,
+        run: TrainingPass,
+        training: Training,
+        micro_batches: Sequence[PackedBatch],
+        gradient_sync: Callable[[bool], AbstractContextManager[None]],
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Run all micro-batches in one schedule."""
+        names: tuple[str, ...] = ()
+
+        def finalize(*arguments: Any, **options: Any) -> None:
+            nonlocal names
+            # Before anything is reduced: where a backward is missing, so are some of Megatron's reductions.
+            names = agree(self._parallel, run.guard.failure, tuple(run.sums))
+            training.finalize(*arguments, **options)
+
+        with PipelineContexts(gradient_sync, len(micro_batches), self._model.chunks) as contexts:
+            options = {"no_sync_func": contexts.hold, "finalize_model_grads_func": finalize}
+            with _fields(self._model.transformer, **options):
+                self._go(run, micro_batches)
+        own = torch.stack([run.loss, *(run.sums.get(name, torch.zeros_like(run.loss)) for name in names)])
+        loss, *sums = from_last_stage(own, self._parallel).unbind()
+        return loss, dict(zip(names, sums, strict=True))
+
+    def _go(self, run: Pass, batches: Sequence[PackedBatch], *, forward_only: bool = False) -> None:
+        """Let Megatron's schedule run them."""
+        chunks = self._model.chunks
+        inputs = run.lay_out(self._filled(batches), len(batches))
+        iterators = [iter(inputs) for _ in chunks]
+        get_forward_backward_func()(
+            forward_step_func=run.step,
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(inputs),
+            # What stages send each other says its own shape (variable_seq_lengths).
+            seq_length=inputs[0].layout.input_ids.shape[1],
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _filled(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
+        """Add empty micro-batches where the interleaved schedule needs a certain number."""
+        filled = list(batches)
+        if len(self._model.chunks) > 1:
+            size = self._parallel.pipeline.size
+            group = self._model.transformer.microbatch_group_size_per_vp_stage
+            while len(filled) < group or 0 < len(filled) % group < size:
+                filled.append(PackedBatch.from_sequences([], self._device.torch_device))
+        return filled
+
+
+@contextmanager
+def _fields(target: Any, **values: Any) -> Iterator[None]:
+    """Set some fields inside."""
+    before = {name: getattr(target, name) for name in values}
+    for name, value in values.items():
+        setattr(target, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(target, name, value)

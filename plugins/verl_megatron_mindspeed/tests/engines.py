@@ -1,0 +1,43 @@
+"""Engines of the tests: in one process they follow each other, divided among the ranks in different ways."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from verl_engine.testing.conformance.driver import Driver
+    from verl_megatron_mindspeed.engine import MegatronEngine
+
+WHOLE: Final[dict[str, Any]] = {"distributed_optimizer": False}
+LAYOUTS: Final[dict[str, dict[str, Any]]] = {
+    "dp": {},
+    "dp, whole optimizer": WHOLE,
+    "tp": {"tensor_parallel_size": 2},
+    "tp, sequence": {"tensor_parallel_size": 2, "sequence_parallel": True, **WHOLE},
+    "pp": {"pipeline_parallel_size": 2},
+    "cp": {"context_parallel_size": 2},
+}
+
+
+def new_driver(folder: Path, rank: int, **settings: Any) -> Driver:
+    """Build an engine; those before it in this process are not to be used any more."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from verl_engine.testing.conformance.driver import Driver
+    from verl_megatron_mindspeed import parallel
+
+    parallel_state.destroy_model_parallel()
+    parallel._made = None
+    section = {"backend": "megatron", "device": "cpu", "learning_rate": 1e-2, **settings}
+    return Driver(section, folder, rank, dist.get_world_size())
+
+
+def engine_of(driver: Driver) -> MegatronEngine:
+    """Return the engine with all its parts."""
+    from verl_megatron_mindspeed.engine import MegatronEngine
+
+    assert isinstance(driver.engine, MegatronEngine)
+    return driver.engine

@@ -1,0 +1,190 @@
+"""However ranks divide a model, they train it as one process does, and as plain transformers with torch's AdamW."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+import torch
+
+from plugins.verl_megatron_mindspeed.tests.engines import new_driver
+from plugins.verl_megatron_mindspeed.tests.model_families import write_family
+from plugins.verl_megatron_mindspeed.tests.prepared_ranks import new_ranks
+from verl_engine.testing.conformance.reference import ReferenceRun, furthest, make_sequences
+from verl_engine.testing.conformance.values import value_loss
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from verl_engine.testing.rank_pool import RankPool
+
+pytestmark = pytest.mark.dist
+
+NUM_STEPS: Final = 3
+OPTIMIZER: Final[dict[str, Any]] = {"learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": 1.0}
+FOUR_LAYERS: Final[dict[str, Any]] = {"num_hidden_layers": 4}
+MODELS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "dense": ("qwen3", {}),
+    "dense, tied": ("qwen3, tied", FOUR_LAYERS),
+    "experts": ("qwen3_moe", {}),
+}
+TP: Final[dict[str, Any]] = {"tensor_parallel_size": 2}
+SP: Final[dict[str, Any]] = {**TP, "sequence_parallel": True}
+PP: Final[dict[str, Any]] = {"pipeline_parallel_size": 2}
+VPP: Final[dict[str, Any]] = {**PP, "virtual_pipeline_parallel_size": 2}
+OVERLAP: Final[dict[str, Any]] = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+CASES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "TP2": ("dense", TP),
+    "TP2, tied": ("dense, tied", TP),
+    "PP2": ("dense", PP),
+    "PP2, tied": ("dense, tied", PP),
+    "VPP2": ("dense, tied", VPP),
+    "DP2, distributed optimizer": ("dense", {}),
+    "DP2, whole optimizer": ("dense", {"distributed_optimizer": False}),
+    "DP2, overlap": ("dense", OVERLAP),
+    "DP2, overlap of the reduction only": ("dense", {"overlap_grad_reduce": True, "distributed_optimizer": False}),
+    "VPP2, overlap": ("dense, tied", {**VPP, **OVERLAP}),
+    "TP2, sequence parallel": ("dense", SP),
+    "TP2, sequence parallel, tied": ("dense, tied", SP),
+    "CP2": ("dense", {"context_parallel_size": 2}),
+    "DP2, experts": ("experts", {}),
+    "EP2": ("experts", {"expert_parallel_size": 2}),
+    "TP2, sequence parallel, experts": ("experts", SP),
+    "EP2, TP2, sequence parallel": ("experts", {**SP, "expert_parallel_size": 2, "expert_tensor_parallel_size": 1}),
+    "CP2, EP2": ("experts", {"context_parallel_size": 2, "expert_parallel_size": 2}),
+    "PP2, experts": ("experts", PP),
+    "recompute full": ("dense", {**PP, "recompute": "full"}),
+    "recompute full, sequence parallel": ("dense", {**SP, "recompute": "full", "recompute_method": "block"}),
+    "recompute selective": ("dense", {**TP, "recompute": "selective"}),
+}
+
+
+@dataclass
+class Record:
+    """What came of a training."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, torch.Tensor]
+    log_probs: dict[int, torch.Tensor]
+    """After it, of each sequence of a batch."""
+
+
+def train(rank: int, folder: Path, settings: dict[str, Any]) -> Record:
+    """Train a few steps of three micro-batches a rank: the interleaved schedule has to fill them up."""
+    driver = new_driver(folder, rank, **OPTIMIZER, **settings)
+    reports = [driver.step(driver.share(make_sequences(8, seed=step), 3)) for step in range(NUM_STEPS)]
+    log_probs = dict(enumerate(driver.infer(make_sequences(5, seed=9), 0.7)))
+    return Record(
+        [report.loss for report in reports],
+        [report.optimizer.grad_norm for report in reports],
+        driver.weights(),
+        log_probs,
+    )
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model of each kind; two ranks do not divide its vocabulary."""
+    root = tmp_path_factory.mktemp("models")
+    return {name: write_family(root / name, family, **changes) for name, (family, changes) in MODELS.items()}
+
+
+@pytest.fixture(scope="module")
+def single() -> Iterator[RankPool]:
+    """One process."""
+    pool = new_ranks(1)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def alone(single: RankPool, folders: dict[str, Path]) -> dict[str, Record]:
+    """What one process makes of each model."""
+    return {name: single.run(train, folder, {})[0] for name, folder in folders.items()}
+
+
+def check(found: Record, right: Record, tolerance: float = 1e-5) -> None:
+    """Compare trainings; norms may be off by ten times as much as the rest."""
+    assert found.losses == pytest.approx(right.losses, abs=tolerance)
+    assert found.norms == pytest.approx(right.norms, abs=10 * tolerance)
+    assert furthest(found.weights, right.weights)[1] <= tolerance
+    assert furthest(found.log_probs, right.log_probs)[1] <= 10 * tolerance
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_train_as_one_process_does(
+    ranks: RankPool, folders: dict[str, Path], alone: dict[str, Record], name: str
+) -> None:
+    model, settings = CASES[name]
+    for found in ranks.run(train, folders[model], settings):
+        check(found, alone[model])
+
+
+def test_four_ranks_train_as_one_process_does(folders: dict[str, Path], alone: dict[str, Record]) -> None:
+    pool = new_ranks(4)
+    layouts: tuple[dict[str, Any], ...] = (
+        {**TP, **PP},
+        {**SP, "context_parallel_size": 2, "recompute": "full"},
+        {**VPP, **OVERLAP},  # and two data-parallel ranks
+    )
+    try:
+        for settings in layouts:
+            for found in pool.run(train, folders["dense, tied"], settings):
+                check(found, alone["dense, tied"])
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_process_trains_as_transformers_does(folders: dict[str, Path], alone: dict[str, Record], name: str) -> None:
+    run = ReferenceRun(folders[name], **OPTIMIZER)
+    weights = run.train([make_sequences(8, seed=step) for step in range(NUM_STEPS)], [1.0] * NUM_STEPS)
+    assert alone[name].losses == pytest.approx(run.losses, abs=1e-5)
+    assert alone[name].norms == pytest.approx(run.norms, abs=1e-4)
+    if name != "experts":  # there transformers keeps all experts of a layer in one tensor
+        assert furthest({key: alone[name].weights[key] for key in weights}, weights)[1] <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings"),
+    [("bfloat16", SP), ("bfloat16", {**VPP, **OVERLAP}), ("float16", {"context_parallel_size": 2}), ("float16", PP)],
+    ids=["bfloat16, SP2", "bfloat16, VPP2", "float16, CP2", "float16, PP2"],
+)
+def test_half_precision_stays_near(
+    ranks: RankPool, folders: dict[str, Path], alone: dict[str, Record], dtype: str, settings: dict[str, Any]
+) -> None:
+    right = alone["dense, tied"]
+    for found in ranks.run(train, folders["dense, tied"], {**settings, "param_dtype": dtype}):
+        assert found.losses == pytest.approx(right.losses, abs=5e-2)
+        # The norm of the third is so large that float16 may have to lower its loss scale first.
+        assert found.norms[:2] == pytest.approx(right.norms[:2], rel=5e-2)
+
+
+def critic(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[list[float], list[float], torch.Tensor]:
+    """Train a critic, and return the values that it gives."""
+    driver = new_driver(folder, rank, head="value", **OPTIMIZER, **settings)
+    reports = [driver.step(driver.share(make_sequences(8, seed=step), 3), value_loss) for step in range(NUM_STEPS)]
+    norms = [report.optimizer.grad_norm for report in reports]
+    return [report.loss for report in reports], norms, driver.output(make_sequences(1, seed=9)[0]).values
+
+
+@pytest.fixture(scope="module")
+def critic_alone(single: RankPool, folders: dict[str, Path]) -> tuple[list[float], list[float], torch.Tensor]:
+    """What one process makes of a critic."""
+    return single.run(critic, folders["dense"], {})[0]
+
+
+@pytest.mark.parametrize("settings", [TP, SP, PP, {"context_parallel_size": 2}], ids=["TP2", "SP2", "PP2", "CP2"])
+def test_two_ranks_train_a_critic_as_one_process_does(
+    ranks: RankPool,
+    folders: dict[str, Path],
+    critic_alone: tuple[list[float], list[float], torch.Tensor],
+    settings: dict[str, Any],
+) -> None:
+    for losses, norms, values in ranks.run(critic, folders["dense"], settings):
+        assert losses == pytest.approx(critic_alone[0], abs=1e-5)
+        assert norms == pytest.approx(critic_alone[1], abs=1e-4)
+        torch.testing.assert_close(values, critic_alone[2], atol=1e-5, rtol=1e-5)

@@ -1,0 +1,1 @@
+"""Engine backend on Ascend's FSDP-Turbo library."""

@@ -1,0 +1,64 @@
+"""What the fsdp_turbo backend says of itself, and its hooks. Torch and the library are imported inside them only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from verl_engine.contract.backend import BackendSpec, NeededModule, PatchPromise
+from verl_engine.contract.markers import hookimpl
+from verl_fsdp.hooks import (
+    engine_copy_weights_to_cpu,
+    engine_gradient_sync,
+    engine_optimizer_step,
+    engine_restore_weights_from_cpu,
+)
+from verl_fsdp_turbo.config import FsdpTurboConfig
+from verl_fsdp_turbo.install_steps import INSTALL, MODULE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from verl_fsdp_turbo.engine import TurboEngine
+
+__all__ = [
+    "SPEC",
+    "engine_copy_weights_to_cpu",
+    "engine_create",
+    "engine_gradient_sync",
+    "engine_optimizer_step",
+    "engine_prepare_process",
+    "engine_restore_weights_from_cpu",
+]
+
+
+def _patches(config: FsdpTurboConfig) -> tuple[PatchPromise, ...]:
+    from verl_fsdp_turbo.preparation import promised_patches
+
+    return promised_patches(config)
+
+
+SPEC = BackendSpec(
+    name="fsdp_turbo",
+    config_class=FsdpTurboConfig,
+    devices=("cpu", "cuda", "npu"),
+    plugin_api_version=1,
+    patches=_patches,
+    process_settings=("device",),
+    needs=(NeededModule(MODULE, INSTALL),),
+)
+
+
+@hookimpl
+def engine_prepare_process(config: FsdpTurboConfig) -> None:
+    """Check that the library is there; on the CPU tell it the device."""
+    from verl_fsdp_turbo.preparation import prepare_process
+
+    prepare_process(config)
+
+
+@hookimpl
+def engine_create(config: FsdpTurboConfig, model_folder: Path) -> TurboEngine:
+    """Load a Hugging Face model and let the library shard it."""
+    from verl_fsdp_turbo.engine import TurboEngine
+
+    return TurboEngine(config, model_folder)

@@ -1,0 +1,93 @@
+"""One micro-batch through a model whose sequences the library splits over ranks.
+
+Its patched attention sees all tokens of some heads, through the mask that it is given: so the mask is of the whole
+micro-batch, on every rank.
+
+Shape legend: P ranks that split sequences; T tokens of a packed micro-batch, filled up so that P divides them,
+t = T / P; N sequences, L the longest, filled up likewise, l = L / P; m loss tokens that this rank predicts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from verl_engine.contract.errors import ModelError
+from verl_fsdp.forward.micro_batch import ModelRun, padded
+from verl_fsdp.forward.sequence_parallel import slice_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from verl_engine.batch.packed import PackedBatch, SegmentRun
+    from verl_fsdp_turbo.config import FsdpTurboConfig
+
+
+def require_heads(model: PreTrainedModel, num_ranks: int) -> None:
+    """Check that the ranks can divide the attention heads.
+
+    Raises:
+        ModelError: they cannot.
+    """
+    heads = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", None)
+    if isinstance(heads, int) and heads % num_ranks:
+        allowed = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+        raise ModelError(
+            f"engine.ulysses_parallel_size={num_ranks} does not divide the {heads} attention heads of "
+            f"{type(model).__name__}; use one of {allowed}"
+        )
+
+
+def split_run(config: FsdpTurboConfig, batch: PackedBatch, group: dist.ProcessGroup, dtype: torch.dtype) -> ModelRun:
+    """Make a rank's model run of a micro-batch.
+
+    Args:
+        config: of the engine.
+        batch: the same on every rank of `group`.
+        group: the ranks that split sequences.
+        dtype: what the model computes in.
+    """
+    if config.cp_plan.tokens_split_by == "model":
+        return _rows(batch, group)
+    tokens = slice_tokens(batch, group)
+    inputs = {
+        "input_ids": tokens.input_ids[None],
+        "position_ids": tokens.position_ids[None],
+        "attention_mask": block_mask(tokens.runs, tokens.input_ids.device, dtype),
+        "use_cache": False,
+    }
+    return ModelRun(inputs, torch.zeros_like(tokens.predictors), tokens.predictors, tokens.loss_positions)
+
+
+def block_mask(runs: tuple[SegmentRun, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Return [1, 1, T, T]: 0 where token i (row) may see token j (column), else the lowest number of the dtype.
+
+    That is: j is of i's sequence, and not after it. Memory grows with the square of T: eager attention has such a
+    matrix for each head anyway.
+    """
+    lengths = [run.length for run in runs for _ in range(run.num_sequences)]
+    sequences = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
+    places = torch.arange(len(sequences), device=device)
+    sees = (sequences[:, None] == sequences[None, :]) & (places[:, None] >= places[None, :])
+    mask = torch.zeros(sees.shape, dtype=dtype, device=device)
+    return mask.masked_fill_(~sees, torch.finfo(dtype).min)[None, None]
+
+
+def _rows(batch: PackedBatch, group: dist.ProcessGroup) -> ModelRun:
+    """Give the model whole rows of [N, L]; its output has this rank's [N, l]."""
+    run = padded(batch)
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    num_rows, longest = run.inputs["input_ids"].shape
+    num_own = -(-longest // size)
+    fill = (0, num_own * size - longest)
+    inputs = {
+        "input_ids": torch.nn.functional.pad(run.inputs["input_ids"], fill),
+        "attention_mask": torch.nn.functional.pad(run.inputs["attention_mask"], fill),
+        "position_ids": torch.arange(num_own * size, device=batch.input_ids.device).expand(num_rows, -1),
+        "use_cache": False,
+    }
+    is_own = run.columns // num_own == rank
+    columns = run.columns[is_own] - rank * num_own
+    return ModelRun(inputs, run.rows[is_own], columns, run.loss_positions[is_own], num_own)

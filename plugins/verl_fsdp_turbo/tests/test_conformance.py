@@ -1,0 +1,31 @@
+"""The backend keeps the contract, over the stand-in: so says the kit that comes with core."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+
+from verl_engine.testing.conformance import EngineConformance
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@pytest.mark.dist
+class TestFsdpTurbo(EngineConformance):
+    backend = "fsdp_turbo"
+
+
+@pytest.mark.dist
+class TestACopyOnEachRank(EngineConformance):
+    backend = "fsdp_turbo"
+    settings: ClassVar[Mapping[str, Any]] = {"fully_shard_parallel_size": 1}
+    only = ("accumulation", "optimizer/clipping", "snapshots/exact", "weights/saved_folder", "checkpoints/resume")
+
+
+@pytest.mark.dist
+class TestOffloaded(EngineConformance):
+    backend = "fsdp_turbo"
+    settings: ClassVar[Mapping[str, Any]] = {"offload_policy": True, "memory": {"recompute": True}}
+    only = ("accumulation", "optimizer/clipping", "snapshots/independent", "recovery", "checkpoints/resume")

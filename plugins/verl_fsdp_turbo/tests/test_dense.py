@@ -1,0 +1,226 @@
+"""Dense models: as fsdp2 and as one process; norms, held gradients, and what stays on the CPU."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import pytest
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from plugins.verl_fsdp_turbo.tests.on_ranks import build, build_another, refusal
+from verl_engine.testing.conformance.driver import Driver
+from verl_engine.testing.conformance.reference import accumulate, load_reference, make_sequences
+from verl_engine.testing.tiny_models import write_tiny_model
+from verl_fsdp.fsdp2.gradient_sync import fsdp_modules, held_gradient_slots
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from verl_engine.testing.rank_pool import RankPool
+    from verl_fsdp_turbo.engine import TurboEngine
+
+TOLERANCE: Final = 1e-6
+# A larger eps than AdamW's own: a gradient of 0 but for rounding would else move its weight by a whole step.
+PLAIN: Final[dict[str, Any]] = {"learning_rate": 1e-2, "max_grad_norm": 0.1, "eps": 1e-4}
+
+Run = tuple[list[float], list[float], dict[str, torch.Tensor]]
+
+
+def three_steps(driver: Driver) -> Run:
+    """Return losses, norms and final weights."""
+    reports = [driver.train(make_sequences(6, seed=step)) for step in range(3)]
+    return [report.loss for report in reports], [report.optimizer.grad_norm for report in reports], driver.weights()
+
+
+def train_both(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[Run, Run]:
+    """Train by the library, and by fsdp2."""
+    turbo = build(rank, folder, **PLAIN, **settings)
+    return three_steps(turbo), three_steps(Driver({"backend": "fsdp2", "device": "cpu"} | PLAIN, folder, rank, 2))
+
+
+def train_alone(folder: Path) -> Run:
+    """Train in this process, by transformers and torch alone."""
+    model = load_reference(folder)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.0)
+    losses, norms = [], []
+    for step in range(3):
+        losses.append(accumulate(model, make_sequences(6, seed=step))[0])
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, 0.1)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"fully_shard_parallel_size": 1},
+        {"offload_policy": True},
+        {"sequence_parallel_size": 2},
+        {"fsdp_plan": {"apply_modules": {"model.layers.{*}": {"reshard_after_forward": False}, "lm_head": {}}}},
+        {"fsdp_plan": {"num_to_forward_prefetch": 1, "num_to_backward_prefetch": 1}, "memory": {"recompute": True}},
+    ],
+    ids=["sharded", "copies", "offloaded", "sequence parallel", "by plan", "prefetched and recomputed"],
+)
+def test_three_steps_are_those_of_fsdp2_and_of_one_process(
+    model_folder: Path, ranks: RankPool, settings: dict[str, Any]
+) -> None:
+    alone = train_alone(model_folder)
+    for turbo, fsdp2 in ranks.run(train_both, model_folder, settings):
+        for losses, norms, weights in (fsdp2, alone):
+            assert turbo[0] == pytest.approx(losses, rel=TOLERANCE)
+            assert turbo[1] == pytest.approx(norms, rel=TOLERANCE)
+            for name, weight in turbo[2].items():
+                torch.testing.assert_close(weight, weights[name], rtol=0, atol=TOLERANCE)
+
+
+def who_clips(rank: int, folder: Path, settings: dict[str, Any]) -> int:
+    calls: list[float] = importlib.import_module("fsdp_turbo.training.clip_grads").calls
+    calls.clear()
+    build(rank, folder, **settings).train(make_sequences(4))
+    return len(calls)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("settings", "count"), [({}, 1), ({"fully_shard_parallel_size": 1}, 0)])
+def test_the_library_clips_only_where_its_norm_is_that_of_the_whole_gradient(
+    model_folder: Path, ranks: RankPool, settings: dict[str, Any], count: int
+) -> None:
+    assert ranks.run(who_clips, model_folder, settings) == [count, count]
+
+
+def held_bytes(rank: int, folder: Path, gradient_sync: str) -> tuple[int, int, int, dict[str, torch.Tensor]]:
+    """Return bytes of gradients after the first of two micro-batches, both figures of the formula, and weights."""
+    driver = build(rank, folder, gradient_sync=gradient_sync)
+    engine = cast("TurboEngine", driver.engine)
+    found: list[int] = []
+    plain = engine.gradient_sync
+
+    def look(*, is_last_micro_batch: bool) -> Any:
+        if is_last_micro_batch:
+            gradients = [parameter.grad for parameter in engine.parameters.values() if parameter.grad is not None]
+            local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
+            local += [
+                held for slot in held_gradient_slots(cast("Any", engine.model)) if (held := slot.get()) is not None
+            ]
+            found.append(sum(tensor.nbytes for tensor in local))
+        return plain(is_last_micro_batch=is_last_micro_batch)
+
+    engine.gradient_sync = look  # type: ignore[method-assign]
+    driver.train(make_sequences(8))
+    return found[0], engine.sync.last_bytes, engine.sync.every_bytes, driver.weights()
+
+
+@pytest.mark.dist
+def test_holding_gradients_back_changes_none_of_them_and_takes_the_bytes_of_the_formula(
+    model_folder: Path, ranks: RankPool
+) -> None:
+    last = ranks.run(held_bytes, model_folder, "last_micro_batch")
+    every = ranks.run(held_bytes, model_folder, "every_micro_batch")
+    for (held, last_bytes, every_bytes, weights), (held_each, *_, weights_each) in zip(last, every, strict=True):
+        assert held == last_bytes, "four bytes a trained parameter"
+        assert held_each == every_bytes == last_bytes // 2, "the same over two ranks"
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, weights_each[name], rtol=0, atol=TOLERANCE)
+
+
+def chosen_sync(rank: int, folder: Path) -> list[str]:
+    budgets = (10**9, 1)
+    return [
+        cast("TurboEngine", build(rank, folder, gradient_sync="auto", held_gradient_bytes=budget).engine).sync.mode
+        for budget in budgets
+    ]
+
+
+@pytest.mark.dist
+def test_auto_takes_what_fits(model_folder: Path, ranks: RankPool) -> None:
+    assert ranks.run(chosen_sync, model_folder) == [["last_micro_batch", "every_micro_batch"]] * 2
+
+
+def offloaded(rank: int, folder: Path) -> list[bool]:
+    cases: tuple[dict[str, Any], ...] = ({"offload_policy": True}, {"forward_only": True}, {})
+    found = []
+    for settings in cases:
+        model: Any = cast("TurboEngine", build(rank, folder, **settings).engine).model
+        groups: list[Any] = [module._get_fsdp_state()._fsdp_param_group for module in fsdp_modules(model)]
+        found.append(all(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups))
+    return found
+
+
+@pytest.mark.dist
+def test_weights_stay_on_the_cpu_with_offload_policy_and_with_forward_only(model_folder: Path, ranks: RankPool) -> None:
+    assert ranks.run(offloaded, model_folder) == [[True, True, False]] * 2
+
+
+def sharded_apart(rank: int, folder: Path, patterns: list[str]) -> str:
+    plan: dict[str, Any] = {"apply_modules": {pattern: {} for pattern in patterns}}
+    return refusal(lambda: build(rank, folder, fsdp_plan=plan))
+
+
+@pytest.mark.dist
+def test_tied_embeddings_go_with_the_rest_of_the_model(tmp_path: Path, ranks: RankPool) -> None:
+    folder = write_tiny_model(tmp_path / "tied", tied=True)
+    both = ["model.layers.{*}", "model.embed_tokens", "lm_head"]
+    for message in ranks.run(sharded_apart, folder, both):
+        assert message.startswith("ConfigError: engine.fsdp_plan.apply_modules: lm_head, model.embed_tokens shares")
+    assert ranks.run(sharded_apart, folder, both[:1]) == ["", ""]
+
+
+@pytest.mark.dist
+def test_a_misspelt_pattern_beside_others_is_refused(model_folder: Path, ranks: RankPool) -> None:
+    for message in ranks.run(sharded_apart, model_folder, ["model.layers.{*}", "lm_hed"]):
+        assert "'lm_hed' fits no module of the model; close to it are lm_head" in message
+
+
+def two_roles(rank: int, folder: Path) -> tuple[str, str, str]:
+    """Build an actor, a reference beside it, and one that divides the ranks otherwise."""
+    actor = build(rank, folder)
+    reference = build_another(rank, folder, forward_only=True)
+    sequences = make_sequences(3)
+    same = all(map(torch.equal, actor.infer(sequences), reference.infer(sequences)))
+    other = refusal(lambda: build_another(rank, folder, fully_shard_parallel_size=1))
+    importlib.import_module("fsdp_turbo.distributed.parallel_state")._instances.clear()
+    importlib.import_module("verl_fsdp_turbo.parallel_state")._made.clear()
+    importlib.import_module("fsdp_turbo.distributed.parallel_state").get_parallel_state()
+    looked = refusal(lambda: build_another(rank, folder))
+    return str(same), other, looked
+
+
+@pytest.mark.dist
+def test_two_roles_share_a_process_only_with_the_same_sizes(model_folder: Path, ranks: RankPool) -> None:
+    for same, other, looked in ranks.run(two_roles, model_folder):
+        assert same == "True"
+        assert other.startswith("UnsupportedError: this process has an engine for which fsdp_turbo divided the ranks")
+        assert looked.startswith("PluginError: fsdp_turbo's division of the ranks was made by somebody else")
+
+
+def patched(rank: int, folder: Path) -> tuple[str, str]:
+    patch = {"target": "transformers.models.qwen3.modeling_qwen3.rotate_half", "replacement": "torch.neg"}
+    again = "transformers.models.qwen3.modeling_qwen3.repeat_kv"
+    first = refusal(lambda: build(rank, folder, module_patches=[patch | {"replacement": again}]))
+    return first, refusal(lambda: build(rank, folder, module_patches=[patch]))
+
+
+def misnamed(rank: int, folder: Path) -> str:
+    patch = {"target": "transformers.models.qwen3.modeling_qwen3.rotate_halve", "replacement": "torch.neg"}
+    return refusal(lambda: build(rank, folder, module_patches=[patch]))
+
+
+@pytest.mark.dist
+def test_a_patch_of_nothing_is_refused(model_folder: Path, ranks: RankPool) -> None:
+    for message in ranks.run(misnamed, model_folder):
+        assert "there is no rotate_halve in transformers.models.qwen3.modeling_qwen3" in message
+
+
+@pytest.mark.dist
+def test_engines_of_a_process_must_agree_on_what_is_replaced(model_folder: Path, pools: list[RankPool]) -> None:
+    for first, second in pools[0].run(patched, model_folder):
+        assert first == ""
+        assert "a function can be replaced once a process" in second
+    pools[0].close()  # its models are of no more use

@@ -1,0 +1,120 @@
+"""Sequences that the library's patches split over two ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from plugins.verl_fsdp_turbo.tests.on_ranks import build, build_another, refusal
+from verl_engine.batch.packed import SegmentRun
+from verl_engine.contract.errors import ModelError
+from verl_engine.testing.conformance.driver import Driver
+from verl_engine.testing.conformance.reference import make_sequences
+from verl_fsdp_turbo import patches
+from verl_fsdp_turbo.ulysses import block_mask, require_heads
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from verl_engine.testing.rank_pool import RankPool
+
+MODELING: Final = "transformers.models.qwen3.modeling_qwen3"
+PATCHES: Final = [{"target_functions": [f"{MODELING}.eager_attention_forward"], "type": "full_attention"}]
+BY_ENGINE: Final[dict[str, Any]] = {
+    "ulysses_parallel_size": 2,
+    "cp_plan": {"ulysses_function_patches": PATCHES},
+}
+BY_MODEL: Final[dict[str, Any]] = {
+    "ulysses_parallel_size": 2,
+    "packing": False,
+    "cp_plan": {"ulysses_function_patches": PATCHES, "tokens_split_by": "model"},
+    "module_patches": [
+        {
+            "target": f"{MODELING}.Qwen3Model.forward",
+            "replacement": "fsdp_turbo.models.qwen3.qwen3_model_forward",
+        }
+    ],
+}
+
+
+def as_without(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[float, float, float, int]:
+    """Compare two engines of one process, an actor and a reference, with fsdp2's.
+
+    Returns:
+        How far log-probs and a step's weights are off, the reference's log-probs, and the data-parallel size.
+    """
+    settings = settings | {"learning_rate": 1e-2, "eps": 1e-3}
+    plain = Driver({"backend": "fsdp2", "device": "cpu", "learning_rate": 1e-2, "eps": 1e-3}, folder, rank, 2)
+    sequences = make_sequences(5)
+    expected = plain.infer(sequences)
+    plain.train(make_sequences(6))
+    trained = plain.weights()
+    actor = build(rank, folder, **settings)
+    log_probs = _furthest(actor.infer(sequences), expected)
+    reference = build_another(rank, folder, **settings, forward_only=True)
+    again = _furthest(reference.infer(sequences), expected)
+    actor.train(make_sequences(6))
+    weights = actor.weights()
+    step = max(float((weights[name] - weight).abs().max()) for name, weight in trained.items())
+    return log_probs, step, again, actor.num_shares
+
+
+def _furthest(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    return max(float((own - other).abs().max()) for own, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("settings", [BY_ENGINE, BY_MODEL], ids=["tokens split by engine", "tokens split by model"])
+def test_actor_and_reference_of_one_process_compute_what_they_compute_alone(
+    model_folder: Path, pools: list[RankPool], settings: dict[str, Any]
+) -> None:
+    found = pools[0].run(as_without, model_folder, settings)
+    for log_probs, step, again, num_shares in found:
+        assert log_probs < 1e-5
+        assert again < 1e-5, "attention that was wrapped twice would trade tokens for heads twice"
+        assert step < 1e-5
+        assert num_shares == 1
+
+
+def without_a_patch(rank: int, folder: Path) -> str:
+    import transformers.models.qwen3.modeling_qwen3 as modeling
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(patches, "_done", {})
+        patch.setattr(modeling.Qwen3Model, "forward", _whole)
+        driver = build(rank, folder, **{**BY_MODEL, "module_patches": []})
+        return refusal(lambda: driver.infer(make_sequences(2)))
+
+
+def _whole(self: Any, *, input_ids: torch.Tensor, **_: Any) -> Any:
+    return BaseModelOutputWithPast(last_hidden_state=self.embed_tokens(input_ids))
+
+
+@pytest.mark.dist
+def test_a_model_that_does_not_split_tokens_is_found_out(model_folder: Path, pools: list[RankPool]) -> None:
+    for message in pools[0].run(without_a_patch, model_folder):
+        assert "its forward does not split sequences over ranks as it was said to" in message
+    pools[0].close()  # attention is wrapped twice in there
+
+
+def test_ranks_must_divide_the_heads() -> None:
+    config = transformers.Qwen3Config(num_attention_heads=3)
+    model: Any = SimpleNamespace(config=config)
+    with pytest.raises(ModelError, match=r"engine\.ulysses_parallel_size=2 does not divide the 3 attention heads"):
+        require_heads(model, 2)
+
+
+def test_a_token_sees_those_of_its_own_sequence_up_to_itself() -> None:
+    mask = block_mask((SegmentRun(0, 2, 2), SegmentRun(4, 1, 1)), torch.device("cpu"), torch.float32)
+    assert (mask[0, 0] == 0).int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [0, 0, 1, 0, 0],
+        [0, 0, 1, 1, 0],
+        [0, 0, 0, 0, 1],
+    ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent
 CONSTRAINTS = "constraints/cpu.txt"
 TORCH = "torch==2.13.0"
+TURBO_TORCH = "torch>=2.9,<2.12"  # what FSDP-Turbo asks for
 PACKAGES = (
     "core",
     "plugins/verl_fsdp",
@@ -154,6 +156,24 @@ def real_model(session: nox.Session) -> None:
         "--output", str(training), env=environment,
     )  # fmt: skip
     session.run("python", "recipes/chain_sum_check.py", str(training), env=environment)
+
+
+@nox.session
+def turbo_real(session: nox.Session) -> None:
+    """Test fsdp_turbo over the real library: FSDP_TURBO_PATH is the folder that its clone is in. Arguments as tests."""
+    library = Path(os.environ.get("FSDP_TURBO_PATH", "")).resolve()
+    if not (library / "fsdp_turbo").is_dir():
+        session.error(
+            "set FSDP_TURBO_PATH to a clone of Ascend's FSDP-Turbo, the folder that holds fsdp_turbo/: "
+            "`verl-engine doctor --backend fsdp_turbo` gives the line that clones it"
+        )
+    # Not at the versions that CI knows: the library asks for an older torch. Its clipping imports its whole trainer.
+    packages = (argument for package in PACKAGES[:3] for argument in ("-e", f"./{package}"))
+    session.install(TURBO_TORCH, *packages, *TEST_TOOLS, "datasets", "pyyaml")
+    arguments = session.posargs or ["plugins/verl_fsdp_turbo/tests"]
+    environment = {**ENVIRONMENT, "FSDP_TURBO_PATH": str(library)}
+    # Warnings of other releases are no errors.
+    session.run("python", "-m", "pytest", "-W", "default", *arguments, env=environment)
 
 
 @contextmanager

@@ -153,8 +153,8 @@ def write_model(folder: Path) -> Path:
 def draw_sequences(num: int) -> list[Sequence]:
     """Draw sequences of lognormal lengths, about 150 tokens in the mean.
 
-    All tokens but the first are in the loss: the bare loop computes logits for all, the engine for these only. Token 0 is
-    left out, for the model pads with it: its embedding is not trained, and Megatron by itself does not know.
+    All tokens but the first are in the loss: the bare loop computes logits for all, the engine for these only. Token 0
+    is left out, for the model pads with it: its embedding is not trained, and Megatron by itself does not know.
     """
     random = np.random.default_rng(0)
     lengths = random.lognormal(4.8, 0.7, num).clip(8, 512).astype(int)

@@ -34,4 +34,4 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
 def test_every_session_of_the_noxfile_is_described() -> None:
     noxfile = (ROOT / "noxfile.py").read_text(encoding="utf-8")
     sessions = re.findall(r"@nox\.session.*\ndef (\w+)\(session: nox\.Session\) -> None:\n    \"\"\"\w", noxfile)
-    assert set(sessions) >= {"demo", "tests", "lint", "typecheck", "dev", "bench", "real_model"}
+    assert set(sessions) >= {"demo", "tests", "lint", "typecheck", "dev", "bench", "real_model", "turbo_real"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 import yaml
@@ -20,6 +20,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+SMOKE: Final = (
+    "trainer.mini_batch_size=4",
+    "trainer.num_steps=1",
+    "engine.warmup_steps=0",
+    "rollout.n=2",
+    "rollout.max_response_tokens=64",
+)
+"""One step, as the recipes' comments have it."""
+
+
 @pytest.fixture(scope="module")
 def addition(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("addition")
@@ -32,67 +42,113 @@ def dry_run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return run_python("-m", "verl_engine", *arguments, "--dry-run", PYTHONPATH=str(ROOT / "recipes"))
 
 
-def test_addition_sft_is_valid(addition: Path, tmp_path: Path) -> None:
-    done = dry_run(
-        "sft", "recipes/addition_sft.yaml", f"model.path={addition}/model", f"data.examples={addition}/sft.parquet",
-        f"evaluation.prompts={addition}/eval.jsonl", "--output", str(tmp_path / "out"),
-    )  # fmt: skip
+@pytest.fixture(scope="module")
+def inputs(addition: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Stand in for what recipes read: a small model, and few rows."""
+    row = chain_sum_data.prompt_row(0, "What is 1 + 1?", "2")
+    prompts = tmp_path_factory.mktemp("prompts") / "train.jsonl"
+    prompts.write_text("\n".join([json.dumps(row)] * 64), encoding="utf-8")
+    return {
+        "model.path": f"{addition}/model",
+        "data.prompts": str(prompts),
+        "data.examples": f"{addition}/sft.parquet",
+        "evaluation.prompts": f"{addition}/eval.jsonl",
+    }
+
+
+VARIANTS: Final[dict[str, tuple[tuple[str, ...], ...]]] = {
+    "addition_grpo_megatron.yaml": (("trainer.num_ranks=2", "engine.pipeline_parallel_size=2"),),
+    "npu_qwen3_vl_30b.yaml": (
+        ("trainer.num_ranks=12", "engine.expert_parallel_size=4"),
+        ("engine.expert_parallel_size=1", "engine.expert_tensor_parallel_size=null"),
+    ),
+    "qwen3_5_2b_fsdp_turbo.yaml": (SMOKE, ("trainer.num_ranks=8",)),
+    "qwen3_5_27b_fsdp_turbo.yaml": (("trainer.mini_batch_size=8", *SMOKE[1:]),),
+    "qwen3_5_35b_a3b_fsdp_turbo.yaml": (
+        ("trainer.mini_batch_size=8", *SMOKE[1:]),
+        ("engine.ep_plan.dispatcher=fused",),
+    ),
+}
+"""By recipe the settings that its comments or a page recommend besides its own."""
+CASES: Final = [
+    (path.name, settings)
+    for path in sorted((ROOT / "recipes").glob("*.yaml"))
+    for settings in ((), *VARIANTS.get(path.name, ()))
+]
+
+
+@pytest.mark.parametrize(("recipe", "settings"), CASES, ids=lambda value: value if isinstance(value, str) else "")
+def test_every_recipe_is_valid(recipe: str, settings: tuple[str, ...], inputs: dict[str, str], tmp_path: Path) -> None:
+    done = try_recipe(recipe, settings, inputs, tmp_path)
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "out").exists()
 
 
-def test_addition_grpo_is_valid(addition: Path, tmp_path: Path) -> None:
-    done = dry_run(
-        "train", "recipes/addition_grpo.yaml", f"model.path={addition}/model", f"data.prompts={addition}/train.parquet",
-        f"evaluation.prompts={addition}/eval.jsonl", "--output", str(tmp_path / "out"),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+def try_recipe(
+    recipe: str, settings: tuple[str, ...], inputs: dict[str, str], tmp_path: Path
+) -> subprocess.CompletedProcess[str]:
+    """Check a recipe, with the inputs that it asks for in place of its own."""
+    job = yaml.safe_load((ROOT / "recipes" / recipe).read_text(encoding="utf-8"))
+    named = [key for key in inputs if key.split(".")[1] in job.get(key.split(".")[0], {})]
+    command = "sft" if "data.examples" in named else "train"
+    paths = [f"{key}={inputs[key]}" for key in named]
+    return dry_run(command, f"recipes/{recipe}", *paths, *settings, "--output", str(tmp_path / "out"))
 
 
-def test_chain_sum_grpo_is_valid(addition: Path, tmp_path: Path) -> None:
-    row = chain_sum_data.prompt_row(0, "What is 1 + 1?", "2")
-    (tmp_path / "train.jsonl").write_text("\n".join([json.dumps(row)] * 8), encoding="utf-8")
-    done = dry_run(
-        "train", "recipes/chain_sum_grpo.yaml", f"model.path={addition}/model",
-        f"data.prompts={tmp_path}/train.jsonl", "--output", str(tmp_path / "out"),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+def handed(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """Read what a dry run says that the engine hands to its framework."""
+    _, _, notes = done.stdout.partition("What backend fsdp_turbo hands to its framework on ")
+    values: dict[str, Any] = yaml.safe_load("\n".join(line.removeprefix("# ") for line in notes.splitlines()[1:]))
+    return values
 
 
-def test_megatron_needs_another_engine_section_and_nothing_else(addition: Path, tmp_path: Path) -> None:
+def test_qwen3_5_2b_shares_weights_among_four_ranks_and_sequences_among_two(
+    inputs: dict[str, str], tmp_path: Path
+) -> None:
+    told = handed(try_recipe("qwen3_5_2b_fsdp_turbo.yaml", (), inputs, tmp_path))
+    sizes = told["distributed"]
+    assert (sizes["fully_shard_parallel_size"], sizes["ulysses_parallel_size"]) == (4, 2)
+    modeling = "transformers.models.qwen3_5.modeling_qwen3_5"
+    assert sizes["cp_plan"] == {
+        "ulysses_function_patches": [
+            {"target_functions": [f"{modeling}.eager_attention_forward"], "type": "full_attention"},
+            {"target_functions": [f"{modeling}.Qwen3_5GatedDeltaNet.forward"], "type": "gated_delta_net"},
+        ],
+        "loss_function_patches": [],
+    }
+    assert told["module_patches"] == []  # the model for text never calls what the library's example replaces
+    assert sizes["fsdp_plan"]["param_dtype"] == "bf16"
+    assert told["memory"]["recompute"] is True
+
+
+def test_qwen3_5_27b_is_sharded_over_all_ranks(inputs: dict[str, str], tmp_path: Path) -> None:
+    sizes = handed(try_recipe("qwen3_5_27b_fsdp_turbo.yaml", (), inputs, tmp_path))["distributed"]
+    assert (sizes["fully_shard_parallel_size"], sizes["expert_parallel_size"]) == (16, 1)
+    assert sizes["fsdp_plan"]["gradient_divide_factor"] == 16.0
+    assert list(sizes["fsdp_plan"]["apply_modules"]) == ["model.embed_tokens", "model.layers.{*}", "lm_head"]
+    assert "ep_plan" not in sizes
+
+
+def test_qwen3_5_35b_divides_gradients_of_experts_by_all_ranks(inputs: dict[str, str], tmp_path: Path) -> None:
+    sizes = handed(try_recipe("qwen3_5_35b_a3b_fsdp_turbo.yaml", (), inputs, tmp_path))["distributed"]
+    assert (sizes["expert_parallel_size"], sizes["expert_fully_shard_parallel_size"]) == (8, 2)
+    experts = ["model.layers.{*}.mlp.experts"]
+    assert sizes["ep_plan"] == {
+        "apply_modules": experts,
+        "apply_efsdp_modules": experts,
+        "dispatcher": "eager",
+        "fixed_router": False,
+        "gradient_divide_factor": 16.0,
+    }
+
+
+def test_megatron_needs_another_engine_section_and_nothing_else() -> None:
     ours, megatron = (
         yaml.safe_load((ROOT / "recipes" / name).read_text(encoding="utf-8"))
         for name in ("addition_grpo.yaml", "addition_grpo_megatron.yaml")
     )
     assert (ours.pop("engine")["backend"], megatron.pop("engine")["backend"]) == ("fsdp2", "megatron")
     assert megatron == ours
-    done = dry_run(
-        "train", "recipes/addition_grpo_megatron.yaml", f"model.path={addition}/model",
-        f"data.prompts={addition}/train.parquet", f"evaluation.prompts={addition}/eval.jsonl",
-        "trainer.num_ranks=2", "engine.pipeline_parallel_size=2", "--output", str(tmp_path / "out"),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("recipe", "settings"),
-    [
-        ("npu_qwen3_vl_30b.yaml", ()),
-        ("npu_qwen3_vl_30b.yaml", ("trainer.num_ranks=12", "engine.expert_parallel_size=4")),
-        ("npu_qwen3_vl_30b.yaml", ("engine.expert_parallel_size=1",)),
-        ("npu_qwen3_235b.yaml", ()),
-    ],
-)
-def test_recipes_for_npus_are_valid(recipe: str, settings: tuple[str, ...], addition: Path, tmp_path: Path) -> None:
-    # Every setting and every size that such a recipe names, its own or one that its comments recommend.
-    row = chain_sum_data.prompt_row(0, "What is 1 + 1?", "2")
-    (tmp_path / "train.jsonl").write_text("\n".join([json.dumps(row)] * 64), encoding="utf-8")
-    done = dry_run(
-        "train", f"recipes/{recipe}", f"model.path={addition}/model", f"data.prompts={tmp_path}/train.jsonl",
-        *settings, "--output", str(tmp_path / "out"),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert yaml.safe_load(done.stdout)["engine"]["device"] == "npu"
 
 
 def test_no_held_out_sum_is_trained_on(addition: Path) -> None:

@@ -55,6 +55,37 @@ def test_a_parameter_that_was_never_trained_has_no_state_after_a_resume(store: C
     assert same(engine, resumed)
 
 
+def make_with_groups(*names: tuple[str, ...]) -> PlainEngine:
+    """Make an engine whose optimizer keeps parameters apart, as those of different meshes must be."""
+    engine = make()
+    parameters = [[engine.parameters[name] for name in group] for group in names]
+    groups = [{"params": group, "weight_decay": 0.1 * (len(group) > 1)} for group in parameters]
+    engine.optimizer = torch.optim.AdamW(groups, lr=0.1)
+    return engine
+
+
+def test_groups_of_equal_settings_come_as_one_whichever_way_an_engine_keeps_parameters_apart(
+    store: CheckpointStore,
+) -> None:
+    apart = make_with_groups(("inner.weight",), ("inner.bias",))
+    together = make_with_groups(("inner.weight", "inner.bias"))
+    for group in together.optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    assert len(apart.state_dict()["optimizer"]["param_groups"]) == 1
+    step(apart)
+    step(together)
+    for saved, loaded in ((apart, together), (together, apart)):
+        store.save(saved, int(saved is together), wait=True)
+        step(loaded, 3.0)
+        assert not same(saved, loaded)
+        store.load(loaded)
+        step(saved)
+        step(loaded)
+        assert same(saved, loaded)
+        rates = [(group["lr"], group["weight_decay"]) for group in loaded.optimizer.param_groups]
+        assert set(rates) == {(0.1, 0.0)}
+
+
 def test_what_an_optimizer_keeps_in_its_groups_comes_back(store: CheckpointStore) -> None:
     engine, resumed = trained(), make(warmup_steps=5)
     for number, group in enumerate(engine.optimizer.param_groups):

@@ -246,15 +246,24 @@ def test_the_chosen_backend_is_loaded(site: Path, report: Any, name: str, text: 
     assert finding["mend"] == mend
 
 
-def test_a_module_on_no_package_index_is_got_as_the_backend_says(site: Path, report: Any) -> None:
+@pytest.mark.parametrize(
+    ("chosen", "severity"), [(("--backend", "toy"), "error"), ((), "warning"), (("--backend", "whole"), "warning")]
+)
+def test_a_module_on_no_package_index_is_got_as_the_backend_says_and_missed_where_it_is_named(
+    site: Path, report: Any, chosen: tuple[str, ...], severity: str
+) -> None:
     needs = "\nfrom dataclasses import replace\nfrom verl_engine import NeededModule\n"
     needs += "SPEC = replace(SPEC, needs=(NeededModule('no_such_module', 'git clone it'),))\n"
     keywords = ["verl-engine-module-no_such_module"]
     modules = {"toy_hooks": HOOKS.format(name="toy") + needs}
     write_distribution(site, "toys", {BACKENDS_GROUP: {"toy": "toy_hooks"}}, modules=modules, keywords=keywords)
-    code, found = report("--backend", "toy")
-    assert code == 1
+    whole = {"whole_hooks": HOOKS.format(name="whole")}
+    write_distribution(site, "wholes", {BACKENDS_GROUP: {"whole": "whole_hooks"}}, modules=whole)
+    code, found = report(*chosen)
+    assert code == (severity == "error")
+    assert found["ok"] is (code == 0)
     [finding] = [finding for finding in found["findings"] if finding["subject"] == "backend toy"]
+    assert finding["severity"] == severity
     assert finding["text"] == "it needs the module no_such_module, which cannot be found and is on no package index"
     assert finding["mend"] == "git clone it"
 
@@ -332,6 +341,19 @@ def test_the_tables_show_all_and_end_with_the_commands(
         assert part in text
     assert '  python -m pip install "no-such-thing[x]>=2"' in text
     assert text.endswith("Backend toy can be used.\n")
+
+
+@pytest.mark.usefixtures("_no_torch")
+def test_the_tables_tell_what_is_incomplete_from_what_is_broken(
+    site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    modules, keywords = {"toy_hooks": HOOKS.format(name="toy")}, ["verl-engine-module-no_such_module"]
+    write_distribution(site, "toys", {BACKENDS_GROUP: {"toy": "toy_hooks"}}, modules=modules, keywords=keywords)
+    monkeypatch.setenv("COLUMNS", "200")
+    run()
+    text = capsys.readouterr().out
+    assert "incomplete, see below" in text
+    assert "warning: backend toy: it needs the module no_such_module" in text
 
 
 @pytest.mark.usefixtures("_no_torch")

@@ -1,4 +1,8 @@
-"""Shared by the tests of this plugin. They run over a stand-in of the library, which only they can find."""
+"""Shared by the tests of this plugin.
+
+They run over a stand-in of the library, which only they can find; or over the real one, where FSDP_TURBO_PATH names the
+folder that has it: `nox -s turbo_real`.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +20,24 @@ from verl_engine.testing.tiny_models import write_tiny_model
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-FAKES = Path(__file__).parent / "fakes"
+REAL = os.environ.get("FSDP_TURBO_PATH")
+LIBRARY = Path(REAL).resolve() if REAL else Path(__file__).parent / "fakes"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def stand_in() -> Iterator[Path]:
-    """Put the stand-in on the path of this process and of those that it starts."""
+    """Put the library on the path of this process and of those that it starts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(FAKES), os.environ.get("PYTHONPATH")])))
-        patch.setattr(sys, "path", [str(FAKES), *sys.path])
-        yield FAKES
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(LIBRARY), os.environ.get("PYTHONPATH")])))
+        patch.setattr(sys, "path", [str(LIBRARY), *sys.path])
+        yield LIBRARY
+
+
+@pytest.fixture(scope="session")
+def only_stand_in() -> None:
+    """Skip a test that plays another release, or looks where only the stand-in lets it."""
+    if REAL:
+        pytest.skip("the stand-in alone can play this; FSDP_TURBO_PATH names a real library")
 
 
 @pytest.fixture(scope="session")

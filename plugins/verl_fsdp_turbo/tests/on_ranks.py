@@ -40,8 +40,10 @@ def forget_division() -> None:
     """Let the next engine divide the ranks anew."""
     from verl_fsdp_turbo import parallel_state
 
-    importlib.import_module("fsdp_turbo.distributed.parallel_state").reset_parallel_state()
-    parallel_state._made.clear()
+    state = importlib.import_module("fsdp_turbo.distributed.parallel_state")
+    if hasattr(state, "reset_parallel_state"):  # without it, tests over the real library must have equal sizes
+        state.reset_parallel_state()
+        parallel_state._made.clear()
 
 
 def refusal(attempt: Callable[[], object]) -> str:

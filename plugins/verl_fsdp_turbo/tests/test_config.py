@@ -62,7 +62,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         ULYSSES | {"cp_plan": {"ulysses_core_attention_function": ATTENTION}},
         "log-probs are wrong without a word",
     ),
-    "padded rows for the engine to split": (ULYSSES | {"packing": False}, "padded rows are not split"),
+    "layers whose masks are not made": (
+        ULYSSES
+        | {
+            "cp_plan": {
+                "ulysses_function_patches": [
+                    {"target_functions": [ATTENTION], "type": "compressor_full_attention_transposed"}
+                ]
+            }
+        },
+        "take masks of their own",
+    ),
     "packed rows for the model to split": (
         ULYSSES | {"cp_plan": ULYSSES["cp_plan"] | {"tokens_split_by": "model"}},
         "takes whole padded sequences",
@@ -148,6 +158,13 @@ def test_every_setting_reaches_the_library() -> None:
     assert told["memory"]["recompute_plan"] == ["model.layers.{*}"]
     assert told["memory"]["chunk_batch_plan"]["chunk_mbs"] == 2
     assert told["module_patches"] == [{"target": "a.b", "replacement": "c.d"}]
+
+
+@pytest.mark.parametrize("text", ["false", "no", "off"])
+def test_a_text_for_false_is_false_and_not_the_library_s_truth(text: str) -> None:
+    told = given(offload_policy=text, memory={"recompute": text})
+    assert told["distributed"]["fsdp_plan"]["cpu_offload"] is False
+    assert told["memory"]["recompute"] is False
 
 
 def test_neighbours_that_split_a_sequence_share_data() -> None:

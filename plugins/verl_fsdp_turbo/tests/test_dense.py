@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -11,8 +12,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from plugins.verl_fsdp_turbo.tests.on_ranks import build, build_another, refusal
-from verl_engine.testing.conformance.driver import Driver
-from verl_engine.testing.conformance.reference import accumulate, load_reference, make_sequences
+from verl_engine.testing.conformance.driver import Driver, differences
+from verl_engine.testing.conformance.reference import (
+    accumulate,
+    load_reference,
+    make_sequences,
+    reference_gradient,
+    relative_error,
+)
 from verl_engine.testing.tiny_models import write_tiny_model
 from verl_fsdp.fsdp2.gradient_sync import fsdp_modules, held_gradient_slots
 
@@ -25,6 +32,7 @@ if TYPE_CHECKING:
 TOLERANCE: Final = 1e-6
 # A larger eps than AdamW's own: a gradient of 0 but for rounding would else move its weight by a whole step.
 PLAIN: Final[dict[str, Any]] = {"learning_rate": 1e-2, "max_grad_norm": 0.1, "eps": 1e-4}
+ROW_BY_ROW: Final[dict[str, Any]] = {"chunk_mbs": 1, "chunk_arg_indexs": [0], "chunk_kwarg_names": ["attention_mask"]}
 
 Run = tuple[list[float], list[float], dict[str, torch.Tensor]]
 
@@ -65,8 +73,9 @@ def train_alone(folder: Path) -> Run:
         {"sequence_parallel_size": 2},
         {"fsdp_plan": {"apply_modules": {"model.layers.{*}": {"reshard_after_forward": False}, "lm_head": {}}}},
         {"fsdp_plan": {"num_to_forward_prefetch": 1, "num_to_backward_prefetch": 1}, "memory": {"recompute": True}},
+        {"packing": False, "memory": {"chunk_batch": {**ROW_BY_ROW, "apply_modules": ["model.layers.{*}"]}}},
     ],
-    ids=["sharded", "copies", "offloaded", "sequence parallel", "by plan", "prefetched and recomputed"],
+    ids=["sharded", "copies", "offloaded", "sequence parallel", "by plan", "prefetched and recomputed", "row by row"],
 )
 def test_three_steps_are_those_of_fsdp2_and_of_one_process(
     model_folder: Path, ranks: RankPool, settings: dict[str, Any]
@@ -87,6 +96,7 @@ def who_clips(rank: int, folder: Path, settings: dict[str, Any]) -> int:
     return len(calls)
 
 
+@pytest.mark.usefixtures("only_stand_in")
 @pytest.mark.dist
 @pytest.mark.parametrize(("settings", "count"), [({}, 1), ({"fully_shard_parallel_size": 1}, 0)])
 def test_the_library_clips_only_where_its_norm_is_that_of_the_whole_gradient(
@@ -95,8 +105,70 @@ def test_the_library_clips_only_where_its_norm_is_that_of_the_whole_gradient(
     assert ranks.run(who_clips, model_folder, settings) == [count, count]
 
 
+def poisoned(rank: int, folder: Path, value: float) -> tuple[bool, str, bool, bool]:
+    """Put a number into one rank's gradient; say whether that step and the next were made, and what changed."""
+    driver = build(rank, folder)
+    engine: Any = driver.engine
+    before, clip = driver.weights(), engine.clip_gradients
+
+    def poison() -> torch.Tensor:
+        if rank == 1:
+            next(iter(engine.parameters.values())).grad.to_local().view(-1)[0] = value
+        norm: torch.Tensor = clip()
+        return norm
+
+    engine.clip_gradients = poison
+    skipped = driver.train(make_sequences(4)).optimizer
+    changed = differences(driver.weights(), before)
+    engine.clip_gradients = clip
+    applied = driver.train(make_sequences(4)).optimizer.applied
+    is_finite = all(bool(weight.isfinite().all()) for weight in driver.weights().values())
+    return skipped.applied, changed, applied, is_finite
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_every_rank_skips_a_step_whose_gradients_the_library_s_clipping_has_spoilt(
+    model_folder: Path, ranks: RankPool, value: float
+) -> None:
+    assert ranks.run(poisoned, model_folder, value) == [(False, "none", True, True)] * 2
+
+
+def without_world_size(rank: int, folder: Path) -> tuple[float, float, bool]:
+    """Return a step's norm with WORLD_SIZE set and not, and whether the library gets its own classes to the bottom."""
+    norms = [build(rank, folder).train(make_sequences(4)).optimizer.grad_norm]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("WORLD_SIZE")
+        driver = build(rank, folder)
+        norms.append(driver.train(make_sequences(4)).optimizer.grad_norm)
+        engine: Any = driver.engine
+        told = engine._library.build_config(engine._values)
+    parts = (told, told.distributed, told.distributed.fsdp_plan, told.memory)
+    return norms[0], norms[1], all(map(dataclasses.is_dataclass, parts))
+
+
+@pytest.mark.dist
+def test_gradients_are_averaged_without_world_size_too(model_folder: Path, ranks: RankPool) -> None:
+    for norm, norm_without, has_classes in ranks.run(without_world_size, model_folder):
+        assert norm_without == pytest.approx(norm, rel=TOLERANCE)
+        assert has_classes, "a mapping would be taken as it is, and its defaults left out"
+
+
+def in_parts(rank: int, folder: Path) -> str:
+    plan = ROW_BY_ROW | {"apply_modules": ["model"]}
+    return refusal(lambda: build(rank, folder, packing=False, memory={"chunk_batch": plan}))
+
+
+@pytest.mark.dist
+def test_sharded_modules_are_not_run_in_parts_that_other_ranks_may_have_fewer_of(
+    model_folder: Path, ranks: RankPool
+) -> None:
+    for message in ranks.run(in_parts, model_folder):
+        assert "model.layers.0 in it talks to other ranks each time" in message
+
+
 def held_bytes(rank: int, folder: Path, gradient_sync: str) -> tuple[int, int, int, dict[str, torch.Tensor]]:
-    """Return bytes of gradients after the first of two micro-batches, both figures of the formula, and weights."""
+    """Return bytes of gradients after the first of two micro-batches, both figures of the formula, and the gradient."""
     driver = build(rank, folder, gradient_sync=gradient_sync)
     engine = cast("TurboEngine", driver.engine)
     found: list[int] = []
@@ -112,9 +184,18 @@ def held_bytes(rank: int, folder: Path, gradient_sync: str) -> tuple[int, int, i
             found.append(sum(tensor.nbytes for tensor in local))
         return plain(is_last_micro_batch=is_last_micro_batch)
 
+    gradients: dict[str, torch.Tensor] = {}
+    clip = engine.clip_gradients
+
+    def keep() -> torch.Tensor:
+        for name, parameter in engine.parameters.items():
+            gradients[name] = cast("DTensor", parameter.grad).full_tensor().clone()
+        return clip()
+
     engine.gradient_sync = look  # type: ignore[method-assign]
+    engine.clip_gradients = keep  # type: ignore[method-assign]
     driver.train(make_sequences(8))
-    return found[0], engine.sync.last_bytes, engine.sync.every_bytes, driver.weights()
+    return found[0], engine.sync.last_bytes, engine.sync.every_bytes, gradients
 
 
 @pytest.mark.dist
@@ -123,11 +204,12 @@ def test_holding_gradients_back_changes_none_of_them_and_takes_the_bytes_of_the_
 ) -> None:
     last = ranks.run(held_bytes, model_folder, "last_micro_batch")
     every = ranks.run(held_bytes, model_folder, "every_micro_batch")
-    for (held, last_bytes, every_bytes, weights), (held_each, *_, weights_each) in zip(last, every, strict=True):
+    expected = reference_gradient(model_folder, make_sequences(8))
+    for (held, last_bytes, every_bytes, gradient), (held_each, *_, gradient_each) in zip(last, every, strict=True):
         assert held == last_bytes, "four bytes a trained parameter"
         assert held_each == every_bytes == last_bytes // 2, "the same over two ranks"
-        for name, weight in weights.items():
-            torch.testing.assert_close(weight, weights_each[name], rtol=0, atol=TOLERANCE)
+        assert relative_error(gradient, gradient_each) < TOLERANCE
+        assert relative_error(gradient, expected) < 1e-5
 
 
 def chosen_sync(rank: int, folder: Path) -> list[str]:
@@ -192,6 +274,7 @@ def two_roles(rank: int, folder: Path) -> tuple[str, str, str]:
     return str(same), other, looked
 
 
+@pytest.mark.usefixtures("only_stand_in")
 @pytest.mark.dist
 def test_two_roles_share_a_process_only_with_the_same_sizes(model_folder: Path, ranks: RankPool) -> None:
     for same, other, looked in ranks.run(two_roles, model_folder):

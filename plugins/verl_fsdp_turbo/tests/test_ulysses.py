@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import pytest
 import torch
 import transformers
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from plugins.verl_fsdp_turbo.tests.conftest import REAL
 from plugins.verl_fsdp_turbo.tests.on_ranks import build, build_another, refusal
 from verl_engine.batch.packed import SegmentRun
 from verl_engine.contract.errors import ModelError
 from verl_engine.testing.conformance.driver import Driver
 from verl_engine.testing.conformance.reference import make_sequences
+from verl_engine.testing.tiny_models import tiny_config
 from verl_fsdp_turbo import patches
-from verl_fsdp_turbo.ulysses import block_mask, require_heads
+from verl_fsdp_turbo.ulysses import block_mask, require_splittable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,6 +31,7 @@ BY_ENGINE: Final[dict[str, Any]] = {
     "ulysses_parallel_size": 2,
     "cp_plan": {"ulysses_function_patches": PATCHES},
 }
+BY_ENGINE_IN_ROWS: Final[dict[str, Any]] = BY_ENGINE | {"packing": False}
 BY_MODEL: Final[dict[str, Any]] = {
     "ulysses_parallel_size": 2,
     "packing": False,
@@ -69,7 +72,15 @@ def _furthest(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("settings", [BY_ENGINE, BY_MODEL], ids=["tokens split by engine", "tokens split by model"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        BY_ENGINE,
+        BY_ENGINE_IN_ROWS,
+        pytest.param(BY_MODEL, marks=pytest.mark.skipif(bool(REAL), reason="the real library has no such Qwen3")),
+    ],
+    ids=["tokens split by engine", "rows split by engine", "rows split by model"],
+)
 def test_actor_and_reference_of_one_process_compute_what_they_compute_alone(
     model_folder: Path, pools: list[RankPool], settings: dict[str, Any]
 ) -> None:
@@ -95,6 +106,7 @@ def _whole(self: Any, *, input_ids: torch.Tensor, **_: Any) -> Any:
     return BaseModelOutputWithPast(last_hidden_state=self.embed_tokens(input_ids))
 
 
+@pytest.mark.usefixtures("only_stand_in")
 @pytest.mark.dist
 def test_a_model_that_does_not_split_tokens_is_found_out(model_folder: Path, pools: list[RankPool]) -> None:
     for message in pools[0].run(without_a_patch, model_folder):
@@ -102,11 +114,73 @@ def test_a_model_that_does_not_split_tokens_is_found_out(model_folder: Path, poo
     pools[0].close()  # attention is wrapped twice in there
 
 
-def test_ranks_must_divide_the_heads() -> None:
-    config = transformers.Qwen3Config(num_attention_heads=3)
-    model: Any = SimpleNamespace(config=config)
-    with pytest.raises(ModelError, match=r"engine\.ulysses_parallel_size=2 does not divide the 3 attention heads"):
-        require_heads(model, 2)
+QWEN3_5: Final = "transformers.models.qwen3_5.modeling_qwen3_5"
+AS_RECIPES: Final[dict[str, Any]] = {
+    "ulysses_parallel_size": 2,
+    "packing": False,
+    "cp_plan": {
+        "ulysses_function_patches": [
+            {"target_functions": [f"{QWEN3_5}.eager_attention_forward"], "type": "full_attention"},
+            {"target_functions": [f"{QWEN3_5}.Qwen3_5GatedDeltaNet.forward"], "type": "gated_delta_net"},
+        ]
+    },
+}
+
+
+def write_recurrent_model(folder: Path) -> Path:
+    """Write a Qwen3.5 of one layer with a recurrent state, and one of attention."""
+    config = transformers.Qwen3_5TextConfig(
+        **tiny_config(),
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        transformers.Qwen3_5ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def recurrent_as_without(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[float, float, str]:
+    """Compare a step of a model with a recurrent state with fsdp2's, and try to pack it."""
+    optimizer: dict[str, Any] = {"learning_rate": 1e-2, "eps": 1e-3}
+    plain = Driver({"backend": "fsdp2", "device": "cpu", "packing": False} | optimizer, folder, rank, 2)
+    sequences = make_sequences(5)
+    expected = plain.infer(sequences)
+    plain.train(make_sequences(6))
+    trained = plain.weights()
+    split = build(rank, folder, **settings, **optimizer)
+    log_probs = _furthest(split.infer(sequences), expected)
+    split.train(make_sequences(6))
+    weights = split.weights()
+    step = max(float((weights[name] - weight).abs().max()) for name, weight in trained.items())
+    return log_probs, step, refusal(lambda: build_another(rank, folder, **settings | {"packing": True}))
+
+
+@pytest.mark.dist
+def test_rows_of_a_model_with_a_recurrent_state_are_split_as_in_the_recipes(tmp_path: Path, ranks: RankPool) -> None:
+    folder = write_recurrent_model(tmp_path / "qwen3_5")
+    for log_probs, step, packed in ranks.run(recurrent_as_without, folder, AS_RECIPES):
+        assert log_probs < 1e-5
+        assert step < 1e-5
+        assert "packed sequences would run into each other" in packed
+
+
+@pytest.mark.parametrize("heads", ["num_attention_heads", "linear_num_key_heads", "linear_num_value_heads"])
+def test_ranks_must_divide_the_heads(heads: str) -> None:
+    sizes: dict[str, Any] = {heads: 3}
+    model: Any = SimpleNamespace(config=transformers.Qwen3_5TextConfig(**sizes))
+    with pytest.raises(ModelError, match=r"engine\.ulysses_parallel_size=2 does not divide the 3 .*heads of"):
+        require_splittable(model, 2)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [transformers.MistralConfig(sliding_window=8), transformers.Gemma2Config(sliding_window=8)],
+    ids=["in all layers", "in some layers"],
+)
+def test_a_sliding_window_is_refused_since_the_mask_has_none(config: Any) -> None:
+    with pytest.raises(ModelError, match=r"a part of the sequence only \(sliding_attention\)"):
+        require_splittable(cast("Any", SimpleNamespace(config=config)), 2)
 
 
 def test_a_token_sees_those_of_its_own_sequence_up_to_itself() -> None:

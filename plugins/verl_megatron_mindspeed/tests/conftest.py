@@ -22,9 +22,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model") / "qwen3")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pools() -> Iterator[list[RankPool]]:
-    """The processes that stay, in a list of one."""
+    """The processes that stay, in a list of one: their start takes as long as many tests."""
     pools = [new_ranks()]
     yield pools
     pools[0].close()

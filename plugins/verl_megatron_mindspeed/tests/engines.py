@@ -21,16 +21,34 @@ LAYOUTS: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-def new_driver(folder: Path, rank: int, **settings: Any) -> Driver:
-    """Build an engine; those before it in this process are not to be used any more."""
+def forget_groups() -> None:
+    """Let ranks be divided anew, and end Megatron's groups, of which each has threads; every rank does."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from verl_engine.testing.conformance.driver import Driver
     from verl_megatron_mindspeed import parallel
 
+    # None stands for the world; gloo's groups are listed twice.
+    groups = dict.fromkeys(group for group in parallel_state._global_process_group_list or () if group is not None)
     parallel_state.destroy_model_parallel()
     parallel._made = None
+    dist.barrier()  # nobody waits for anybody in those groups any more
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+def new_driver(folder: Path, rank: int, **settings: Any) -> Driver:
+    """Build an engine; those before it in this process are not to be used any more."""
+    forget_groups()
+    return another_driver(folder, rank, **settings)
+
+
+def another_driver(folder: Path, rank: int, **settings: Any) -> Driver:
+    """Build an engine beside those before it, which must divide the ranks alike."""
+    import torch.distributed as dist
+
+    from verl_engine.testing.conformance.driver import Driver
+
     section = {"backend": "megatron", "device": "cpu", "learning_rate": 1e-2, **settings}
     return Driver(section, folder, rank, dist.get_world_size())
 

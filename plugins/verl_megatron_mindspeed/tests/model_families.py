@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import transformers
 
+from plugins.verl_megatron_mindspeed.tests.engines import forget_groups
 from verl_engine.engine.device import Device
 from verl_engine.testing.tiny_models import tiny_config
 from verl_megatron_mindspeed.config import MegatronConfig
@@ -70,15 +71,12 @@ def write_family(folder: Path, family: str, **changes: Any) -> Path:
 
 def build(folder: Path, **fields: Any) -> MegatronModel:
     """Build this rank's part of a folder's model and read its weights; it may be divided otherwise than one before."""
-    from megatron.core import parallel_state
-
     from verl_megatron_mindspeed import parallel
     from verl_megatron_mindspeed.model.build import build_model
     from verl_megatron_mindspeed.weights.weight_map import WeightMap
 
     config = MegatronConfig(device="cpu", **fields)
-    parallel_state.destroy_model_parallel()
-    parallel._made = None
+    forget_groups()
     groups, device = parallel.build_groups(config), Device.resolve("cpu", 0)
     model = build_model(config, folder, groups, device)
     WeightMap(model, groups, device).load_folder(folder)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from plugins.verl_megatron_mindspeed.tests.engines import forget_groups
 from verl_megatron_mindspeed.cpu_support.touchpoints import PATCHES, TENSOR_PATCHES, TORCH_PATCHES
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ def _check_promises(_rank: int) -> set[str]:
     _import_megatron()
     preparation = require_preparation(backend, "megatron", backend.SPEC)
     assert preparation is not None
-    preparation.promises.check()
+    preparation.promises.check_names()
+    assert preparation.promises._stale_aliases() == []
     assert all(record.reason and record.how == "first import" for record in records())
     return {f"{record.module}:{record.name}" for record in records()}
 
@@ -85,10 +87,35 @@ def test_the_stand_in_for_torch_changes_only_where_cuda_is_asked_for() -> None:
     ]
     assert {tensor.device.type for tensor in made} == {"cpu"}
     assert stand_in.empty(2, device="meta").device.type == "meta"
-    assert (stand_in.Tensor, stand_in.distributed) == (torch.Tensor, torch.distributed)
+    assert (stand_in.Tensor, stand_in.distributed.ReduceOp) == (torch.Tensor, torch.distributed.ReduceOp)
     assert stand_in.cuda.is_available is torch.cuda.is_available
     with pytest.raises(AttributeError, match="absent"):
         _ = stand_in.absent
+
+
+def _uneven(rank: int) -> tuple[list[float], list[float], bool]:
+    """Exchange a row of the first rank and two of the second, and back; and say whether torch's own refuses it."""
+    import torch
+    import torch.distributed as dist
+
+    from verl_megatron_mindspeed.cpu_support import torch_on_cpu as stand_in
+
+    own = torch.tensor([[1.0], [2.0]])[: rank + 1] + 10 * rank
+    gathered = torch.empty(3, 1)
+    stand_in.distributed.all_gather(list(gathered.split([1, 2])), own)
+    kept = torch.empty_like(own)
+    stand_in.distributed.reduce_scatter(kept, list((gathered * (rank + 1)).split([1, 2])))
+    try:
+        dist.all_gather(list(gathered.split([1, 2])), own)
+    except RuntimeError as error:
+        return gathered[:, 0].tolist(), kept[:, 0].tolist(), "invalid tensor size" in str(error)
+    return gathered[:, 0].tolist(), kept[:, 0].tolist(), False
+
+
+def test_parts_of_different_lengths_can_be_gathered_and_scattered(ranks: RankPool) -> None:
+    whole = [1.0, 11.0, 12.0]
+    # Each rank's sum is once its own and twice the other's: three times as much.
+    assert ranks.run(_uneven) == [(whole, [3.0], True), (whole, [33.0, 36.0], True)]
 
 
 def test_streams_and_events_of_the_stand_in_have_nothing_to_wait_for() -> None:
@@ -152,8 +179,8 @@ def _draw(_rank: int) -> tuple[float, float, float, bool]:
     from megatron.core import parallel_state as mpu
     from megatron.core import tensor_parallel
 
-    if not mpu.is_initialized():
-        mpu.initialize_model_parallel(tensor_model_parallel_size=2)
+    forget_groups()
+    mpu.initialize_model_parallel(tensor_model_parallel_size=2)
     tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
     tracker, before = tensor_parallel.get_cuda_rng_tracker(), torch.get_rng_state()
     with tracker.fork():

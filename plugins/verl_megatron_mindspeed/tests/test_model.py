@@ -198,6 +198,12 @@ OTHER_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"num_layers": 3}, "transformer_options.num_layers: it says which model it is"),
     ({"perform_initialization": True}, "perform_initialization: the engine sets it itself"),
     ({"moe_grouped_gemm": True}, "moe_grouped_gemm=true needs Transformer Engine"),
+    ({"moe_permute_fusion": True}, "moe_permute_fusion=true needs Transformer Engine"),
+    ({"cpu_offloading": True}, "cpu_offloading=true needs Transformer Engine"),
+    ({"test_mode": True}, "test_mode=true needs Transformer Engine"),
+    ({"enable_cuda_graph": True}, "enable_cuda_graph: the engine sets it itself"),
+    # With it only one stage would raise, and the other wait.
+    ({"num_microbatches_with_partial_activation_checkpoints": 1}, "checkpoints: the engine sets it itself"),
     ({"moe_aux_loss_coeff": 0.1}, "moe_aux_loss_coeff: it would add to the gradient"),
     ({"attention_backend": "abacus"}, "Megatron refuses this config"),
     ({"fp8": "e4m3", "first_last_layers_bf16": True, "fp8_recipe": "delayed"}, "Megatron refuses this config"),

@@ -41,9 +41,17 @@ OTHER_LAYOUTS: list[tuple[str, dict[str, Any], str]] = [
         "pipeline_parallel_size * virtual_pipeline_parallel_size=4 does not divide",
     ),
     ("qwen3", {"expert_parallel_size": 2}, "expert_parallel_size=2 is for mixtures of experts"),
-    ("qwen3", {"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size=2 is for mixtures of experts"),
+    (
+        "qwen3",
+        {"expert_tensor_parallel_size": 2, "tensor_parallel_size": 2},
+        "expert_tensor_parallel_size=2 is for mixtures of experts",
+    ),
     ("qwen3_moe", {"expert_parallel_size": 8}, "does not divide the model's num_experts=4"),
-    ("qwen3_moe", {"expert_tensor_parallel_size": 3}, "does not divide the model's moe_intermediate_size=16"),
+    (
+        "qwen3_moe",
+        {"expert_tensor_parallel_size": 3, "expert_parallel_size": 2},
+        "does not divide the model's moe_intermediate_size=16",
+    ),
     ("qwen3_moe", {"tensor_parallel_size": 2}, "needs engine.sequence_parallel=true"),
     ("qwen3", {"recompute": "full", "recompute_num_layers": 3}, "recompute_num_layers=3 does not divide"),
 ]

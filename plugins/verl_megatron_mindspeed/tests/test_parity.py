@@ -125,15 +125,17 @@ def test_two_ranks_train_as_one_process_does(
 
 def test_four_ranks_train_as_one_process_does(folders: dict[str, Path], alone: dict[str, Record]) -> None:
     pool = new_ranks(4)
-    layouts: tuple[dict[str, Any], ...] = (
-        {**TP, **PP},
-        {**SP, "context_parallel_size": 2, "recompute": "full"},
-        {**VPP, **OVERLAP},  # and two data-parallel ranks
+    layouts: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("dense, tied", {**TP, **PP}),
+        ("dense, tied", {**SP, "context_parallel_size": 2, "recompute": "full"}),
+        ("dense, tied", {**VPP, **OVERLAP}),  # and two data-parallel ranks
+        ("experts", {**SP, "expert_parallel_size": 2}),  # ranks exchange tokens in parts of different lengths
+        ("experts", {**OVERLAP, "expert_parallel_size": 2}),  # and two ranks that hold the same experts
     )
     try:
-        for settings in layouts:
-            for found in pool.run(train, folders["dense, tied"], settings):
-                check(found, alone["dense, tied"])
+        for model, settings in layouts:
+            for found in pool.run(train, folders[model], settings):
+                check(found, alone[model])
     finally:
         pool.close()
 

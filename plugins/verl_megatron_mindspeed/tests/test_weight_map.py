@@ -12,6 +12,7 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 
+from plugins.verl_megatron_mindspeed.tests.engines import forget_groups
 from verl_engine.contract.errors import ModelError, WeightsError
 from verl_engine.engine.device import Device
 from verl_engine.engine.weights.shards import assemble_weights, part_of
@@ -86,14 +87,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def build(folder: Path, layout: str, **settings: Any) -> tuple[MegatronModel, WeightMap]:
     """Build a rank's part of a model, without reading weights."""
-    from megatron.core import parallel_state as mpu
-
     from verl_megatron_mindspeed import parallel
     from verl_megatron_mindspeed.model.build import build_model
     from verl_megatron_mindspeed.weights.weight_map import WeightMap
 
-    mpu.destroy_model_parallel()  # the tests' engines follow each other in one process, divided otherwise
-    parallel._made = None
+    forget_groups()  # the tests' engines follow each other in one process, divided otherwise
     config = MegatronConfig(device="cpu", learning_rate=1e-3, **{**LAYOUTS[layout], **settings})
     groups = parallel.build_groups(config)
     device = Device.resolve("cpu", 0)

@@ -84,8 +84,6 @@ class FsdpTurboConfig(ShardedConfig):
             raise ValueError(
                 "cp_plan.tokens_split_by=model needs packing=false: such a model takes whole padded sequences"
             )
-        if plan.tokens_split_by == "engine" and not self.packing:
-            raise ValueError("cp_plan.tokens_split_by=engine needs packing=true: padded rows are not split")
 
     def _check_experts(self) -> None:
         if self.expert_parallel_size == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,7 +24,7 @@ from verl_fsdp_turbo.library import Library
 from verl_fsdp_turbo.library_config import library_config
 from verl_fsdp_turbo.modules import for_model
 from verl_fsdp_turbo.parallel_state import divide_ranks
-from verl_fsdp_turbo.ulysses import require_heads, split_run
+from verl_fsdp_turbo.ulysses import require_splittable, split_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -76,7 +77,7 @@ class TurboEngine(FullyShardedEngine):
         if self._ulysses is None:
             return load_model(config, model_folder)
         model = load_model(config, model_folder, attention="eager")
-        require_heads(model, dist.get_world_size(self._ulysses))
+        require_splittable(model, dist.get_world_size(self._ulysses))
         return model
 
     def shard(self, model: PreTrainedModel, config: ShardedConfig, device: Device) -> torch.nn.Module:
@@ -134,23 +135,26 @@ class TurboEngine(FullyShardedEngine):
 
 
 def _average(model: FSDPModule) -> None:
-    """Let every reduction divide by the number of all ranks, on any device and for any sizes.
+    """Let every gradient be the sum of what all ranks have found, divided by their number.
 
-    The library sets that number as the divisor. Where ranks hold copies, torch takes it for a factor that its own mean
-    would not need, and that only NCCL can apply: so torch's mean it is. Experts are reduced over fewer ranks than have
-    had a part in their gradients, and so need the divisor: by a sum and a division, which every device has.
+    The library sets the number as torch's divisor. What becomes of one that is not the size of the group differs: some
+    devices cannot apply it, some releases of torch leave it out, and others apply it twice, where the group is of one
+    rank. So each group takes its own mean, and what is left to divide by is the number of such groups: experts are
+    reduced over fewer ranks than have had a part in their gradients.
     """
+    num_ranks = dist.get_world_size()
     for module in fsdp_modules(model):
         changing = cast("Any", module)
+        changing.set_gradient_divide_factor(None)
         state: Any = changing._get_fsdp_state()  # noqa: SLF001 - torch has no public access
         groups = getattr(state, "_fsdp_param_groups", None)
         for group in [state._fsdp_param_group] if groups is None else groups:  # noqa: SLF001
-            if group is None or group.mesh_info.shard_mesh_size == dist.get_world_size():
-                continue  # a mean over one group
-            if group.mesh_info.mesh.size() == dist.get_world_size():
-                changing.set_gradient_divide_factor(None)
-            elif group.mesh_info.shard_mesh_size > 1:  # where it is 1, torch divides by itself, and would do so twice
-                changing.set_force_sum_reduction_for_comms(True)
+            if group is not None and group.mesh_info.mesh.size() < num_ranks:
+                changing.set_all_reduce_hook(functools.partial(_divide, by=num_ranks // group.mesh_info.mesh.size()))
+
+
+def _divide(reduced: torch.Tensor, by: int) -> None:
+    reduced.div_(by)
 
 
 def _num_gathered(parameter: torch.nn.Parameter) -> int:

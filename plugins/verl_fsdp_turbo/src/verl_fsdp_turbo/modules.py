@@ -50,6 +50,10 @@ def for_model(values: dict[str, Any], model: PreTrainedModel) -> dict[str, Any]:
     ):
         _require_matches(field, patterns, names)
     _require_untied(model, fsdp_plan["apply_modules"], names)
+    if memory["chunk_batch"]:
+        apart = _chosen(fsdp_plan["apply_modules"], names)
+        experts = _chosen(ep_plan.get("apply_modules", ()), names)
+        _require_quiet(_chosen(memory["chunk_batch_plan"]["apply_modules"], names), apart, experts)
     if ep_plan:
         _require_experts(ep_plan["apply_modules"], names, told["distributed"]["expert_parallel_size"])
     return told
@@ -78,6 +82,23 @@ def _require_untied(model: PreTrainedModel, patterns: Iterable[str], names: dict
             f"engine.fsdp_plan.apply_modules: {', '.join(sorted(tied))} shares a weight with another module (the "
             "model's config ties them); leave both out, and they go with the rest of the model"
         )
+
+
+def _require_quiet(chunked: Iterable[str], apart: Iterable[str], experts: Iterable[str]) -> None:
+    """Refuse to run modules in parts whose parts would talk to other ranks: those may have another number of rows."""
+    for name in chunked:
+        talking = [other for other in apart if other.startswith(f"{name}.")]
+        talking += [other for other in experts if f"{other}.".startswith(f"{name}.")]
+        if talking:
+            raise ConfigError(
+                f"engine.memory.chunk_batch.apply_modules: {name} would run once for each part of the rows, and "
+                f"{talking[0]} in it talks to other ranks each time: ranks with fewer rows would keep the others "
+                "waiting for ever; name modules without such ones inside"
+            )
+
+
+def _chosen(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
+    return [name for name in names if any(matches(pattern, name) for pattern in patterns)]
 
 
 def _require_experts(patterns: Iterable[str], names: dict[str, torch.nn.Module], num_ranks: int) -> None:

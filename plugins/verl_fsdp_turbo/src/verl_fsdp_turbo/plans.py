@@ -125,10 +125,16 @@ class ExpertPlan(Plan):
 class UlyssesPatch(Plan):
     """Functions that are made to trade tokens for heads with the ranks that split a sequence."""
 
+    refused: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "type": (
+            "compressor_full_attention_transposed",
+            "its layers take masks of their own, which are not made here; use full_attention or gated_delta_net",
+        )
+    }
     target_functions: tuple[DottedPath, ...] = Field(min_length=1)
     """Dotted paths, such as ``transformers.models.qwen3.modeling_qwen3.eager_attention_forward``."""
-    type: Literal["full_attention", "gated_delta_net", "compressor_full_attention_transposed"]
-    """What kind of layer the function computes."""
+    type: Literal["full_attention", "gated_delta_net"]
+    """What kind of layer the function computes. The library's ``compressor_full_attention_transposed`` is refused."""
 
 
 class LossPatch(Plan):
@@ -158,7 +164,8 @@ class ContextPlan(Plan):
     """The model's loss functions."""
     tokens_split_by: Literal["engine", "model"] = "engine"
     """Who cuts a rank's part out of the tokens: the engine, or the model's own forward, replaced by ``module_patches``
-    with one that does (as for Qwen3.5, whose images must be merged first). ``model`` needs ``packing: false``."""
+    with one that does (for images, which must be merged first). ``model`` needs ``packing: false``, and so do models
+    with a recurrent state, such as Qwen3.5, whoever cuts."""
 
 
 class ChunkBatchPlan(Plan):

@@ -9,11 +9,12 @@ t = T / P; N sequences, L the longest, filled up likewise, l = L / P; m loss tok
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
 
+from verl_engine.batch.packed import SegmentRun
 from verl_engine.contract.errors import ModelError
 from verl_fsdp.forward.micro_batch import ModelRun, padded
 from verl_fsdp.forward.sequence_parallel import slice_tokens
@@ -21,23 +22,43 @@ from verl_fsdp.forward.sequence_parallel import slice_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from verl_engine.batch.packed import PackedBatch, SegmentRun
+    from verl_engine.batch.packed import PackedBatch
     from verl_fsdp_turbo.config import FsdpTurboConfig
 
 
-def require_heads(model: PreTrainedModel, num_ranks: int) -> None:
-    """Check that the ranks can divide the attention heads.
+_HEADS: Final = ("num_attention_heads", "linear_num_key_heads", "linear_num_value_heads")
+"""transformers' names for what the ranks divide: heads of attention, and of its linear kind."""
+_LAYERS: Final = frozenset({"full_attention", "linear_attention"})
+"""Those of transformers' layer types that the masks made here are right for."""
+
+
+def require_splittable(model: PreTrainedModel, num_ranks: int) -> None:
+    """Check that the ranks can divide the heads, and that no layer needs a mask of its own.
 
     Raises:
-        ModelError: they cannot.
+        ModelError: they cannot, or one does.
     """
-    heads = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", None)
-    if isinstance(heads, int) and heads % num_ranks:
-        allowed = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+    text_config, name = model.config.get_text_config(decoder=True), type(model).__name__
+    for field in _HEADS:
+        heads = getattr(text_config, field, None)
+        if isinstance(heads, int) and heads % num_ranks:
+            kind = "attention heads" if field == _HEADS[0] else field
+            allowed = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+            raise ModelError(
+                f"engine.ulysses_parallel_size={num_ranks} does not divide the {heads} {kind} of {name}; use one of "
+                f"{allowed}"
+            )
+    kinds = set(getattr(text_config, "layer_types", None) or _layers_without_names(text_config)) - _LAYERS
+    if kinds:
         raise ModelError(
-            f"engine.ulysses_parallel_size={num_ranks} does not divide the {heads} attention heads of "
-            f"{type(model).__name__}; use one of {allowed}"
+            f"{name} has layers that see a part of the sequence only ({', '.join(sorted(kinds))}), and with "
+            f"engine.ulysses_parallel_size={num_ranks} they would see all of it; use engine.sequence_parallel_size"
         )
+
+
+def _layers_without_names(text_config: Any) -> set[str]:
+    """Tell sliding windows of models whose layers are all alike."""
+    return {"sliding_attention"} if getattr(text_config, "sliding_window", None) else set()
 
 
 def split_run(config: FsdpTurboConfig, batch: PackedBatch, group: dist.ProcessGroup, dtype: torch.dtype) -> ModelRun:
@@ -49,8 +70,8 @@ def split_run(config: FsdpTurboConfig, batch: PackedBatch, group: dist.ProcessGr
         group: the ranks that split sequences.
         dtype: what the model computes in.
     """
-    if config.cp_plan.tokens_split_by == "model":
-        return _rows(batch, group)
+    if not config.packing:
+        return _rows(config, batch, group, dtype)
     tokens = slice_tokens(batch, group)
     inputs = {
         "input_ids": tokens.input_ids[None],
@@ -75,17 +96,31 @@ def block_mask(runs: tuple[SegmentRun, ...], device: torch.device, dtype: torch.
     return mask.masked_fill_(~sees, torch.finfo(dtype).min)[None, None]
 
 
-def _rows(batch: PackedBatch, group: dist.ProcessGroup) -> ModelRun:
-    """Give the model whole rows of [N, L]; its output has this rank's [N, l]."""
+def _rows(config: FsdpTurboConfig, batch: PackedBatch, group: dist.ProcessGroup, dtype: torch.dtype) -> ModelRun:
+    """Give each sequence a row, padded on the right; the model's output has this rank's [N, l].
+
+    The model gets either all [N, L] with the mask of what is padding, and cuts; or [N, l] with one of all L: a token
+    sees those up to itself, none of which is padding, as that comes last.
+    """
     run = padded(batch)
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     num_rows, longest = run.inputs["input_ids"].shape
     num_own = -(-longest // size)
     fill = (0, num_own * size - longest)
+    device = batch.input_ids.device
+    input_ids = torch.nn.functional.pad(run.inputs["input_ids"], fill)
+    position_ids = torch.arange(num_own * size, device=device).expand(num_rows, -1)
+    if config.cp_plan.tokens_split_by == "model":
+        attention_mask = torch.nn.functional.pad(run.inputs["attention_mask"], fill)
+    else:
+        own = slice(rank * num_own, (rank + 1) * num_own)
+        input_ids, position_ids = input_ids[:, own], position_ids[:, own]
+        one_row = (SegmentRun(0, 1, num_own * size),)
+        attention_mask = block_mask(one_row, device, dtype).expand(num_rows, -1, -1, -1)
     inputs = {
-        "input_ids": torch.nn.functional.pad(run.inputs["input_ids"], fill),
-        "attention_mask": torch.nn.functional.pad(run.inputs["attention_mask"], fill),
-        "position_ids": torch.arange(num_own * size, device=batch.input_ids.device).expand(num_rows, -1),
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "position_ids": position_ids,
         "use_cache": False,
     }
     is_own = run.columns // num_own == rank

@@ -19,7 +19,8 @@ DESCRIPTION = """\
 Look at this machine and what is installed, say what is wrong, and give the command that mends it.
 
 The exit code is 1 if something keeps the backend named by --backend from working (without --backend: if anything
-installed cannot be used), else 0. Torch is imported in a process of its own."""
+installed cannot be used, but for backends that lack a module on no package index), else 0. Torch is imported in a
+process of its own."""
 
 EXAMPLES = """\
 examples:

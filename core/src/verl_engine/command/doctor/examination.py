@@ -37,7 +37,7 @@ class Examination:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether nothing keeps the backend that was asked about from working; without one, nothing at all."""
+        """Whether nothing keeps the backend that was asked about from working; without one, what pip installed."""
         return not any(finding.breaks(self.backend) for finding in self.findings)
 
     def as_json(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def examine(backend: str | None, num_ranks: int, timeout_s: float, *, with_patch
         *machine_findings(machine, torch_error),
         *unreadable_metadata(),
         *find_conflicts(installed, devices),
-        *plugin_findings(plugins),
+        *plugin_findings(plugins, backend),
         *(Finding("warning", variable.name, variable.hint) for variable in environment if variable.hint),
     ]
     if backend is not None and not any(finding.subject == f"backend {backend}" for finding in findings):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from verl_engine.command.doctor.findings import Finding
 from verl_engine.contract.errors import PluginError
@@ -28,6 +28,8 @@ class PluginStatus(NamedTuple):
     problem: str
     """Why it cannot be used; empty where it can."""
     mend: str | None
+    is_incomplete: bool = False
+    """Whether it lacks only what pip does not install with it: no fault of what is installed, until it is asked for."""
 
 
 def list_all(installed: Mapping[str, Distribution]) -> dict[str, list[PluginStatus]]:
@@ -44,14 +46,22 @@ def list_all(installed: Mapping[str, Distribution]) -> dict[str, list[PluginStat
     return found
 
 
-def plugin_findings(plugins: Mapping[str, list[PluginStatus]]) -> list[Finding]:
-    """Return what is wrong with each plugin."""
-    return [
-        Finding("error", f"{kind} {status.entry.name}", status.problem, status.mend, concerns_all=False)
-        for kind, statuses in plugins.items()
-        for status in statuses
-        if status.problem
-    ]
+def plugin_findings(plugins: Mapping[str, list[PluginStatus]], backend: str | None) -> list[Finding]:
+    """Return what is wrong with each plugin.
+
+    Args:
+        plugins: as `list_all` found them.
+        backend: the one that is asked about, which must be complete.
+    """
+    findings = []
+    for kind, statuses in plugins.items():
+        for status in statuses:
+            if status.problem:
+                is_odd = status.is_incomplete and not (kind == KINDS[BACKENDS_GROUP] and status.entry.name == backend)
+                subject = f"{kind} {status.entry.name}"
+                severity: Literal["error", "warning"] = "warning" if is_odd else "error"
+                findings.append(Finding(severity, subject, status.problem, status.mend, concerns_all=False))
+    return findings
 
 
 def inspect_backend(name: str, devices: Mapping[str, list[str]]) -> list[Finding]:
@@ -75,18 +85,24 @@ def inspect_backend(name: str, devices: Mapping[str, list[str]]) -> list[Finding
     return findings
 
 
-def _status(entry: PluginEntry, num_same_name: int, installed: Mapping[str, Distribution]) -> tuple[str, str | None]:
+def _status(
+    entry: PluginEntry, num_same_name: int, installed: Mapping[str, Distribution]
+) -> tuple[str, str | None, bool]:
     if num_same_name > 1:
         text = f"another distribution than {entry.distribution} offers this name too; keep one of them"
-        return text, f"python -m pip uninstall {entry.distribution}"
+        return text, f"python -m pip uninstall {entry.distribution}", False
     if not entry.fits_api:
-        return f"it needs plugin API {entry.api_version}, this core has {PLUGIN_API_VERSION}", entry.mend
+        return f"it needs plugin API {entry.api_version}, this core has {PLUGIN_API_VERSION}", entry.mend, False
     if entry.missing:
-        return "; ".join(_explain_missing(entry, installed)), entry.mend
+        return "; ".join(_explain_missing(entry, installed)), entry.mend, False
     if entry.missing_modules:
         names = ", ".join(entry.missing_modules)
-        return f"it needs the module {names}, which cannot be found and is on no package index", _how_to_get(entry)
-    return "", None
+        return (
+            f"it needs the module {names}, which cannot be found and is on no package index",
+            _how_to_get(entry),
+            True,
+        )
+    return "", None, False
 
 
 def _how_to_get(entry: PluginEntry) -> str | None:

@@ -76,7 +76,10 @@ def _plugin_cells(status: PluginStatus) -> Iterator[Text]:
     entry = status.entry
     for cell in (entry.name, entry.distribution, entry.version, " ".join(entry.devices)):
         yield Text(cell)
-    yield Text("broken, see below", "bold red") if status.problem else Text("ready", "green")
+    if status.is_incomplete:
+        yield Text("incomplete, see below", "yellow")
+    else:
+        yield Text("broken, see below", "bold red") if status.problem else Text("ready", "green")
 
 
 def _environment(found: Examination) -> Table:
@@ -111,7 +114,10 @@ def _verdict(found: Examination) -> Iterator[Text]:
     yield from _lines(odd)
     subject = f"Backend {found.backend}" if found.backend else "Everything installed"
     if found.is_healthy:
-        yield Text(f"{subject} can be used.", "bold green")
+        lacking = found.backend is None and any(
+            status.is_incomplete for statuses in found.plugins.values() for status in statuses
+        )
+        yield Text(f"{subject} can be used{', but for what is incomplete' * lacking}.", "bold green")
     else:
         yield Text(f"{subject if found.backend else 'Something installed'} cannot be used; see above.", "bold red")
 

@@ -52,6 +52,7 @@ def module_state(
         if is_fresh:
             _fill_state(optimizer)
         state["optimizer"] = get_optimizer_state_dict(module, optimizer)
+        state["optimizer"]["param_groups"] = _together(state["optimizer"]["param_groups"])
         if is_fresh:
             optimizer.state.clear()
     return state | {name: other.state_dict() for name, other in others.items() if other is not None}
@@ -71,12 +72,44 @@ def load_module_state(
         for name, value in state.get("buffers", {}).items():
             buffers[name].copy_(value)
     if optimizer is not None:
-        for group in state["optimizer"]["param_groups"]:
+        groups = _apart(module, optimizer, state["optimizer"]["param_groups"])
+        for group in groups:
             group.update({key: value for key, value in optimizer.param_groups[0].items() if key in _OF_THIS_MACHINE})
-        set_optimizer_state_dict(module, optimizer, state["optimizer"], options=lax)
+        set_optimizer_state_dict(module, optimizer, state["optimizer"] | {"param_groups": groups}, options=lax)
     for name, other in others.items():
         if other is not None and name in state:
             other.load_state_dict(state[name])
+
+
+def _together(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join groups of equal settings: engines keep apart what is sharded over different ranks, which others may not."""
+    joined: list[dict[str, Any]] = []
+    for group in groups:
+        same = next((other for other in joined if _settings(other) == _settings(group)), None)
+        if same is None:
+            joined.append(group | {"params": list(group["params"])})
+        else:
+            same["params"] += group["params"]
+    return joined
+
+
+def _apart(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Undo `_together`: give each group of the optimizer the settings that were saved for its parameters."""
+    if len(groups) >= len(optimizer.param_groups):
+        return groups
+    names = {id(parameter): _WRAPPERS.sub("", name) for name, parameter in module.named_parameters()}
+    saved = {name: group for group in groups for name in group["params"]}
+    found = []
+    for own in optimizer.param_groups:
+        params = [names[id(parameter)] for parameter in own["params"]]
+        found.append(saved[params[0]] | {"params": params})
+    return found
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _without_ties(module: torch.nn.Module, model: dict[str, Any]) -> dict[str, Any]:

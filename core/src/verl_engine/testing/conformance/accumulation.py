@@ -32,6 +32,8 @@ TOLERANCE: Final = 1e-5
 FP16_TOLERANCE: Final = 0.02
 SMALL: Final = 2.0**-20
 """Factor on a loss whose gradients float16 rounds to zero."""
+SMALL_TOLERANCE: Final = 0.05
+"""With a usual loss scale they are still near the end of float16's range, and ranks that split sums round each part."""
 MAX_OVERFLOWS: Final = 40
 """By so many powers of two a loss scale may begin too high."""
 
@@ -166,15 +168,15 @@ def fp16(bench: Bench) -> None:
     sequences = make_sequences(NUM_SEQUENCES)
     expected = reference_gradient(bench.model(), sequences)
     num_micro_batches = NUM_SEQUENCES if "packed_batches" in bench.gaps else 3
-    for factor, kind in ((1.0, "plain"), (SMALL, "small")):
+    for factor, kind, most in ((1.0, "plain", FP16_TOLERANCE), (SMALL, "small", SMALL_TOLERANCE)):
         probe = bench.probe(**bench.setting_of("fp16"))  # a loss scale of its own
         found, _ = without_overflow(bench, probe, probe.driver.share(sequences, num_micro_batches), factor)
         right = {name: gradient * factor for name, gradient in expected.items()}
         distance = relative_error(found, right)
         bench.require_everywhere(
-            TOLERANCE < distance < FP16_TOLERANCE,
+            TOLERANCE < distance < most,
             f"the gradient of a {kind} loss is {distance:.3g} from float32's; float16 gives something between "
-            f"{TOLERANCE} and {FP16_TOLERANCE}, with a loss scale",
+            f"{TOLERANCE} and {most}, with a loss scale",
         )
 
 

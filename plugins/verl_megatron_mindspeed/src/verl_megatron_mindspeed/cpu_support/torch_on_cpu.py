@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from verl_megatron_mindspeed.cpu_support import collectives_on_cpu as distributed
 from verl_megatron_mindspeed.cpu_support import cuda_on_cpu as cuda
 
-__all__ = ["arange", "cuda", "empty", "full", "ones", "tensor", "zeros"]
+__all__ = ["arange", "cuda", "distributed", "empty", "full", "ones", "tensor", "zeros"]
 
 
 def __getattr__(name: str) -> Any:

@@ -59,7 +59,7 @@ def make_bridge(config: MegatronConfig, hf_config: PreTrainedConfig, *, local: b
 
     try:
         return OwnBridge(hf_config, dtype=getattr(torch, config.param_dtype))
-    except (AssertionError, KeyError, TypeError, ValueError) as error:
+    except (AssertionError, ImportError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"engine: Megatron refuses this config for the model: {error}") from error
 
 

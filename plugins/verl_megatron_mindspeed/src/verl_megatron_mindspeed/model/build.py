@@ -28,6 +28,7 @@ from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 
+from verl_engine.contract.errors import ConfigError
 from verl_megatron_mindspeed.model.bridge import make_bridge
 from verl_megatron_mindspeed.model.dropout import reseed_dropout, seed_dropout
 from verl_megatron_mindspeed.model.hf_config import read_hf_config
@@ -158,8 +159,22 @@ def build_model(config: MegatronConfig, folder: Path, parallel: Parallel, device
 
 def _build_chunk(model: MegatronModel, config: MegatronConfig, parallel: Parallel, stage: int | None) -> GPTModel:
     """Build one virtual stage."""
+    try:
+        chunk = _megatron_model(model, stage)
+    except (AssertionError, ImportError, ValueError) as error:
+        raise ConfigError(f"engine: Megatron cannot build the model with this config: {error}") from error
+    if chunk.post_process and config.head == "value":
+        std = model.hf_config.initializer_range
+        chunk.output_layer = ValueHead(model.transformer, std, config.seed, parallel.tensor.group)
+    for parameter in chunk.parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    _zero_padding(model, chunk, parallel)
+    return chunk
+
+
+def _megatron_model(model: MegatronModel, stage: int | None) -> GPTModel:
     arguments = model.bridge._get_gptmodel_args()  # noqa: SLF001 - mbridge's own way, which ours overrides
-    chunk = GPTModel(
+    return GPTModel(
         config=model.transformer,
         transformer_layer_spec=block_spec(model.transformer, stage, local=model.local),
         **{**arguments, "vocab_size": model.padded_vocab_size},
@@ -168,13 +183,6 @@ def _build_chunk(model: MegatronModel, config: MegatronConfig, parallel: Paralle
         share_embeddings_and_output_weights=model.tied,
         vp_stage=stage,
     )
-    if chunk.post_process and config.head == "value":
-        std = model.hf_config.initializer_range
-        chunk.output_layer = ValueHead(model.transformer, std, config.seed, parallel.tensor.group)
-    for parameter in chunk.parameters():
-        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    _zero_padding(model, chunk, parallel)
-    return chunk
 
 
 def _zero_padding(model: MegatronModel, chunk: GPTModel, parallel: Parallel) -> None:

@@ -27,13 +27,20 @@ _OF_MODEL: Final = """
 """They say which model it is: with others it would not be the folder's."""
 _OF_ENGINE: Final = """
     account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split autocast_dtype batch_p2p_comm
-    enable_autocast finalize_model_grads_func grad_scale_func grad_sync_func hybrid_context_parallel
-    init_model_with_meta_device microbatch_group_size_per_vp_stage moe_extended_tp moe_use_legacy_grouped_gemm
-    no_sync_func num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage overlap_moe_expert_parallel_comm
+    cuda_graph_impl cuda_graph_scope enable_autocast enable_cuda_graph external_cuda_graph finalize_model_grads_func
+    grad_scale_func grad_sync_func hybrid_context_parallel init_model_with_meta_device
+    microbatch_group_size_per_vp_stage moe_extended_tp moe_use_legacy_grouped_gemm no_sync_func
+    num_microbatches_with_partial_activation_checkpoints
+    num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage overlap_moe_expert_parallel_comm
     overlap_p2p_comm param_sync_func perform_initialization pipeline_model_parallel_layout timers
-    use_cpu_initialization
+    use_cpu_initialization use_ring_exchange_p2p
 """
-"""The engine's own work rests on them."""
+"""The engine's own work rests on them, such as that micro-batches may have any shape."""
+_NEEDS_KERNELS: Final = """
+    apply_rope_fusion cpu_offloading fused_single_qkv_rope gradient_accumulation_fusion moe_grouped_gemm
+    moe_permute_fusion moe_router_fusion test_mode use_kitchen
+"""
+"""The layers in plain PyTorch have no such kernels; most of them Megatron would miss in the first forward only."""
 _OF_LOSS: Final = frozenset({"moe_aux_loss_coeff", "moe_router_load_balancing_type", "moe_z_loss_coeff"})
 """They add a loss of Megatron's own."""
 
@@ -65,8 +72,7 @@ def check_options(options: Mapping[str, Any], *, local: bool) -> None:
                 f"{where}: it would add to the gradient what no loss of the job says, and by the micro-batch; leave it "
                 "out"
             )
-    if local and options.get("moe_grouped_gemm"):
-        raise ConfigError(
-            "engine.transformer_options.moe_grouped_gemm=true needs Transformer Engine, and the layers are those in "
-            "plain PyTorch; leave it out"
-        )
+        if local and name in _NEEDS_KERNELS.split() and options[name]:
+            raise ConfigError(
+                f"{where}=true needs Transformer Engine, and the layers are those in plain PyTorch; leave it out"
+            )

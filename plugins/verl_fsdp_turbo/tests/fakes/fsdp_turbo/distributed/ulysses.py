@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -19,16 +19,19 @@ def patch_functions(cp_plan: Any, group: dist.ProcessGroup) -> None:
     for path in [older] if isinstance(older, str) else older:
         _replace(path, lambda plain: _default(plain, group))
     for patch in getattr(cp_plan, "ulysses_function_patches", ()):
-        if patch["type"] != "full_attention":
+        if patch["type"] not in _WRAPPERS:
             raise NotImplementedError(f"the stand-in has no {patch['type']}")
         for path in patch["target_functions"]:
-            _replace(path, lambda plain: _full_attention(plain, group))
+            _replace(path, functools.partial(_WRAPPERS[patch["type"]], group=group))
 
 
 def _replace(path: str, wrap: Callable[[Any], Any]) -> None:
-    module_name, _, name = path.rpartition(".")
-    module = importlib.import_module(module_name)
-    setattr(module, name, wrap(getattr(module, name)))
+    *names, last = path.split(".")
+    split = max(place for place, name in enumerate(names) if name.islower()) + 1  # a method's class comes after modules
+    holder: Any = importlib.import_module(".".join(names[:split]))
+    for name in names[split:]:
+        holder = getattr(holder, name)
+    setattr(holder, last, wrap(getattr(holder, last)))
 
 
 def _full_attention(plain: Any, group: dist.ProcessGroup) -> Any:
@@ -49,6 +52,19 @@ def _full_attention(plain: Any, group: dist.ProcessGroup) -> Any:
     return attention
 
 
+def _gated_delta_net(plain: Any, group: dist.ProcessGroup) -> Any:
+    """Run the layer on all tokens, and keep this rank's part: as right as trading heads, and dearer."""
+
+    @functools.wraps(plain)
+    def forward(module: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        whole = _trade(hidden_states.repeat(1, 1, size), 2, 1, group)
+        output: torch.Tensor = plain(module, whole, **kwargs)
+        return output.chunk(size, dim=1)[rank]
+
+    return forward
+
+
 def _default(plain: Any, group: dist.ProcessGroup) -> Any:
     @functools.wraps(plain)
     def attention(
@@ -62,6 +78,9 @@ def _default(plain: Any, group: dist.ProcessGroup) -> Any:
         return _trade(output, 2, 1, group), None  # as if it were [B, H, L, D]
 
     return attention
+
+
+_WRAPPERS: Final = {"full_attention": _full_attention, "gated_delta_net": _gated_delta_net}
 
 
 def _trade(tensor: torch.Tensor, scatter: int, gather: int, group: dist.ProcessGroup) -> torch.Tensor:

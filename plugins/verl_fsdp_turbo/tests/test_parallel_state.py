@@ -1,0 +1,80 @@
+"""The library's division of the ranks: when it is made, kept and dropped. Without a process group."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from verl_engine.contract.errors import PluginError, UnsupportedError
+from verl_fsdp_turbo import parallel_state
+from verl_fsdp_turbo.parallel_state import RankDivision, divide_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SIZES = dict.fromkeys(parallel_state._AXES, 1)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A process with a process group in which another one was divided, which is gone."""
+    monkeypatch.setattr(parallel_state, "_made", [parallel_state._Made(SIZES, "gone")])
+    monkeypatch.setattr(
+        parallel_state, "dist", SimpleNamespace(is_initialized=lambda: True, group=SimpleNamespace(WORLD="new"))
+    )
+    return "new"
+
+
+def library(*, can_reset: bool) -> Any:
+    """A library whose only state has no group bigger than one."""
+    resets: list[bool] = []
+    state = SimpleNamespace(
+        init_parallel_state=lambda _: SimpleNamespace(get_group_size=lambda _: 1),
+        reset_parallel_state=lambda: resets.append(True),
+    )
+    return SimpleNamespace(can_reset=can_reset, state=state, resets=resets)
+
+
+def test_the_process_group_comes_first_since_the_library_would_start_one_over_hccl() -> None:
+    with pytest.raises(PluginError, match="would start a process group of its own, over hccl"):
+        divide_ranks(library(can_reset=True), None, SIZES)
+
+
+def test_a_division_over_a_group_that_is_gone_is_made_anew(world: str) -> None:
+    found = library(can_reset=True)
+    divide_ranks(found, None, SIZES)
+    assert found.resets == [True]
+    assert parallel_state._made == [parallel_state._Made(SIZES, world)]
+
+
+@pytest.mark.usefixtures("world")
+def test_an_older_release_cannot_drop_a_division() -> None:
+    with pytest.raises(UnsupportedError, match="a newer one has reset_parallel_state"):
+        divide_ranks(library(can_reset=False), None, SIZES)
+
+
+class State:
+    """Meshes of a release, by axis; it answers for each with the axis's own name."""
+
+    def __init__(self, *axes: str) -> None:
+        self.axes = axes
+
+    def get_rank(self, name: str) -> Any:
+        assert name in self.axes
+        return name
+
+    get_group = get_group_size = get_rank
+
+
+class NewerState(State):
+    """Has a method for its mesh of the data."""
+
+    def get_data_group(self) -> Any:
+        return self.get_group("data")
+
+
+def test_shares_of_the_data_are_those_of_the_release_s_own_mesh() -> None:
+    assert RankDivision(NewerState("data", "cdp")).data_parallel.size == "data"
+    assert RankDivision(State("cdp")).data_parallel.group == "cdp"

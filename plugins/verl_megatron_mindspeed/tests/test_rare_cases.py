@@ -1,0 +1,256 @@
+"""Batches and uses that are rare, on ranks that divide the model in every way, against one process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import pytest
+import torch
+
+from plugins.verl_megatron_mindspeed.tests.engines import LAYOUTS, WHOLE, another_driver, new_driver
+from plugins.verl_megatron_mindspeed.tests.model_families import write_family
+from plugins.verl_megatron_mindspeed.tests.prepared_ranks import new_ranks
+from verl_engine.batch.sequence import Sequence
+from verl_engine.contract.errors import ConfigError, UnsupportedError
+from verl_engine.engine.checkpoints.store import CheckpointStore
+from verl_engine.testing.conformance.driver import differences
+from verl_engine.testing.conformance.reference import make_sequences, weighted_loss
+from verl_engine.testing.conformance.values import value_loss
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from verl_engine.batch.packed import PackedBatch
+    from verl_engine.engine.base import TokenOutput
+    from verl_engine.testing.conformance.driver import Driver
+    from verl_engine.testing.rank_pool import RankPool
+
+pytestmark = pytest.mark.dist
+
+OVERLAP: Final = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+EXPERTS: Final = {"expert_parallel_size": 2}
+DIVIDED: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    **{name: ("dense", settings) for name, settings in LAYOUTS.items()},
+    "vpp": ("dense", {"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2}),
+    "ep": ("experts", EXPERTS),
+    "ep, sequence": ("experts", {**EXPERTS, **LAYOUTS["tp, sequence"], "expert_tensor_parallel_size": 1}),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A dense model of four layers, and a mixture of experts."""
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "dense": write_family(root / "dense", "qwen3, tied", num_hidden_layers=4),
+        "experts": write_family(root / "experts", "qwen3_moe"),
+    }
+
+
+@pytest.fixture(scope="module")
+def single() -> Iterator[RankPool]:
+    """One process."""
+    pool = new_ranks(1)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def alone(single: RankPool, folders: dict[str, Path]) -> dict[str, list[float]]:
+    """What one process makes of the odd batches."""
+    return {name: single.run(train_on_odd_lengths, folder, {})[0] for name, folder in folders.items()}
+
+
+def sequence(length: int, seed: int) -> Sequence:
+    """Draw one whose tokens are all in the loss, but for the first."""
+    random = np.random.default_rng(seed)
+    mask = np.arange(length) > 0
+    return Sequence(random.integers(0, 32, length), mask, {"weight": random.normal(size=length).astype(np.float32)})
+
+
+ODD_LENGTHS: Final = ((1, 2), (1,), (1, 1, 3), (600,), (5, 1, 70))
+"""Of the micro-batches of the steps, each of one sequence; at the end of each step comes one of four tokens."""
+
+
+def train_on_odd_lengths(rank: int, folder: Path, settings: dict[str, Any]) -> list[float]:
+    """Give all to the first share, and as many empty micro-batches to others; return losses, norms and log-probs."""
+    driver = new_driver(folder, rank, **settings)
+    found = []
+    for lengths in ODD_LENGTHS:
+        batch = [sequence(length, seed) for seed, length in enumerate((*lengths, 4))]
+        is_first = driver.engine.data_parallel.rank == 0
+        report = driver.step([[each] if is_first else [] for each in batch])
+        log_probs = driver.infer(batch, 0.7)
+        found += [report.loss, report.optimizer.grad_norm, *(float(each.mean()) for each in log_probs)]
+    return found
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_single_tokens_long_sequences_and_empty_micro_batches(
+    ranks: RankPool, folders: dict[str, Path], alone: dict[str, list[float]], name: str
+) -> None:
+    kind, settings = DIVIDED[name]
+    for found in ranks.run(train_on_odd_lengths, folders[kind], settings):
+        assert found == pytest.approx(alone[kind], rel=1e-4, abs=1e-4)
+
+
+class LossWithoutGraph:
+    """Depends on no weight in the second micro-batch."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, output: TokenOutput, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        self.count += 1
+        loss, metrics = weighted_loss(output, batch)
+        return (torch.zeros(()) if self.count == 2 else loss), metrics
+
+
+class FailingLoss(LossWithoutGraph):
+    """Raises in the second micro-batch."""
+
+    def __call__(self, output: TokenOutput, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss, metrics = super().__call__(output, batch)
+        if self.count == 2:
+            raise ZeroDivisionError
+        return loss, metrics
+
+
+def train_on_odd_losses(rank: int, folder: Path, settings: dict[str, Any]) -> list[float]:
+    """Return the norms of a step whose loss lacks a part, and of one after a step that failed."""
+    driver = new_driver(folder, rank, **settings)
+    # The same for every share, so that each lacks the same part.
+    batches = [make_sequences(3, seed=seed) for seed in range(3)]
+    norms = [driver.step(batches, LossWithoutGraph()).optimizer.grad_norm]
+    with pytest.raises(ZeroDivisionError):
+        driver.step(batches, FailingLoss())
+    return [*norms, driver.step(batches).optimizer.grad_norm]
+
+
+def test_a_loss_without_a_graph_adds_nothing_and_one_that_raises_leaves_nothing(
+    ranks: RankPool, single: RankPool, folders: dict[str, Path]
+) -> None:
+    right = single.run(train_on_odd_losses, folders["dense"], {})[0]
+    for name in ("dp", "tp", "tp, sequence", "cp", "pp", "vpp"):
+        for found in ranks.run(train_on_odd_losses, folders["dense"], DIVIDED[name][1]):
+            assert found == pytest.approx(right, rel=1e-4), name
+
+
+def train_beside_others(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[list[float], list[float], bool]:
+    """Train an actor alone, and another beside a reference and a critic; say whether the reference stays as it is."""
+    norms, is_same = [], True
+    for has_others in (False, True):
+        actor = new_driver(folder, rank, **settings)
+        if has_others:
+            reference = another_driver(folder, rank, forward_only=True, **settings)
+            critic = another_driver(folder, rank, **{**settings, "head": "value", "param_dtype": "bfloat16"})
+            before = reference.infer(make_sequences(4))
+        for seed in range(3):
+            norms.append(actor.train(make_sequences(8, seed=seed)).optimizer.grad_norm)
+            if has_others:
+                critic.step(critic.share(make_sequences(8, seed=seed)), value_loss)
+                is_same &= all(map(torch.equal, reference.infer(make_sequences(4)), before))
+    return norms[:3], norms[3:], is_same
+
+
+@pytest.mark.parametrize("settings", [OVERLAP, LAYOUTS["tp, sequence"], LAYOUTS["pp"]], ids=["dp", "tp", "pp"])
+def test_engines_of_one_process_leave_each_other_alone(
+    ranks: RankPool, folders: dict[str, Path], settings: dict[str, Any]
+) -> None:
+    for alone, beside, is_same in ranks.run(train_beside_others, folders["dense"], settings):
+        assert beside == alone
+        assert is_same
+
+
+def divide_otherwise(rank: int, folder: Path) -> str:
+    """Build a second engine of other sizes."""
+    new_driver(folder, rank)
+    with pytest.raises(ConfigError) as caught:
+        another_driver(folder, rank, tensor_parallel_size=2)
+    return str(caught.value)
+
+
+def test_an_engine_that_divides_the_ranks_otherwise_is_refused(ranks: RankPool, folders: dict[str, Path]) -> None:
+    for message in ranks.run(divide_otherwise, folders["dense"]):
+        assert "engine.tensor_parallel_size=2, but an engine of this process divides the ranks with 1" in message
+
+
+def _go_on(driver: Driver) -> list[float]:
+    return [driver.train(make_sequences(8, seed=seed)).optimizer.grad_norm for seed in (2, 3)]
+
+
+def swap_and_move(rank: int, folder: Path, root: Path, settings: dict[str, Any]) -> tuple[list[str], list[list[float]]]:
+    """Go on after a swap of weights, after a move to the CPU and back, and from a checkpoint made meanwhile."""
+    driver = new_driver(folder, rank, **settings)
+    snapshots, store = driver.snapshots(), CheckpointStore(root)
+    first = driver.weights()
+    snapshots.save("first")
+    for seed in range(2):
+        driver.train(make_sequences(8, seed=seed))
+    trained = driver.weights()
+    with snapshots.swapped("first"):
+        found = [differences(driver.weights(), first)]
+    driver.engine.move(to_cpu=True)
+    snapshots.save("trained")
+    store.save(driver.engine, 2, wait=True)
+    driver.engine.move(to_cpu=False)
+    norms = [_go_on(driver)]
+    driver.engine.move(to_cpu=True)
+    snapshots.restore("trained")
+    driver.engine.move(to_cpu=False)
+    found.append(differences(driver.weights(), trained))
+    resumed = new_driver(folder, rank, **settings)
+    resumed.engine.move(to_cpu=True)
+    with pytest.raises(UnsupportedError, match="parameters of this engine were moved to the CPU"):
+        store.load(resumed.engine)
+    resumed.engine.move(to_cpu=False, optimizer=False)
+    store.load(resumed.engine)
+    resumed.engine.move(to_cpu=False)
+    found.append(differences(resumed.weights(), trained))
+    store.close()
+    norms.append(_go_on(resumed))
+    return found, norms
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [OVERLAP, {**LAYOUTS["tp, sequence"], "param_dtype": "bfloat16"}, {**LAYOUTS["pp"], **WHOLE}],
+    ids=["dp, overlap", "tp, bfloat16", "pp"],
+)
+def test_swaps_moves_and_checkpoints_in_between_change_nothing(
+    ranks: RankPool, folders: dict[str, Path], tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    for found, (after, resumed) in ranks.run(swap_and_move, folders["dense"], tmp_path, settings):
+        assert found == ["none"] * 3
+        assert resumed == after
+
+
+def save_trained(rank: int, folder: Path, root: Path, settings: dict[str, Any]) -> list[float]:
+    """Train, save, and go on."""
+    driver = new_driver(folder, rank, **settings)
+    driver.train(make_sequences(8))
+    store = CheckpointStore(root)
+    store.save(driver.engine, 1, wait=True)
+    store.close()
+    return _go_on(driver)
+
+
+def resume(rank: int, folder: Path, root: Path, settings: dict[str, Any]) -> list[float]:
+    """Go on from that."""
+    driver = new_driver(folder, rank, **settings)
+    store = CheckpointStore(root)
+    store.load(driver.engine)
+    store.close()
+    return _go_on(driver)
+
+
+def test_experts_go_on_undivided_and_divided(
+    ranks: RankPool, single: RankPool, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    _, divided = DIVIDED["ep, sequence"]
+    right = ranks.run(save_trained, folders["experts"], tmp_path, EXPERTS)[0]
+    assert single.run(resume, folders["experts"], tmp_path, {})[0] == pytest.approx(right, rel=1e-4)
+    for found in ranks.run(resume, folders["experts"], tmp_path, divided):
+        assert found == pytest.approx(right, rel=1e-4)

@@ -12,10 +12,13 @@ import torch
 
 from core.tests.test_checkpoint_refusals import edit_manifest
 from core.tests.test_checkpoint_store import same, step, trained
-from core.tests.test_module_engine import PlainEngine, make, set_gradients, weights
+from core.tests.test_module_engine import Model, PlainEngine, make, set_gradients, weights
+from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.errors import WeightsError
 from verl_engine.engine.checkpoints.manifest import CheckpointManifest
+from verl_engine.engine.checkpoints.module import PART_OF
 from verl_engine.engine.checkpoints.store import CheckpointStore
+from verl_engine.engine.device import Device
 from verl_engine.engine.loss_scaler import LossScaler
 
 if TYPE_CHECKING:
@@ -55,35 +58,28 @@ def test_a_parameter_that_was_never_trained_has_no_state_after_a_resume(store: C
     assert same(engine, resumed)
 
 
-def make_with_groups(*names: tuple[str, ...]) -> PlainEngine:
-    """Make an engine whose optimizer keeps parameters apart, as those of different meshes must be."""
-    engine = make()
-    parameters = [[engine.parameters[name] for name in group] for group in names]
-    groups = [{"params": group, "weight_decay": 0.1 * (len(group) > 1)} for group in parameters]
-    engine.optimizer = torch.optim.AdamW(groups, lr=0.1)
-    return engine
+def make_with(num_groups: int) -> PlainEngine:
+    """Make an engine whose optimizer has both trained parameters in one group, or each in a part of it."""
+    model = Model()
+    matrix, bias = model.inner.weight, model.inner.bias
+    parts = [{"params": [matrix], PART_OF: 0}, {"params": [bias], PART_OF: 0}]
+    groups = parts if num_groups > 1 else [{"params": [matrix, bias]}]
+    config = EngineConfig.model_validate({"backend": "plain", "learning_rate": 0.1})
+    return PlainEngine(config, Device("cpu"), model, optimizer=torch.optim.AdamW(groups, lr=0.1))
 
 
-def test_groups_of_equal_settings_come_as_one_whichever_way_an_engine_keeps_parameters_apart(
-    store: CheckpointStore,
-) -> None:
-    apart = make_with_groups(("inner.weight",), ("inner.bias",))
-    together = make_with_groups(("inner.weight", "inner.bias"))
-    for group in together.optimizer.param_groups:
-        group["weight_decay"] = 0.0
-    assert len(apart.state_dict()["optimizer"]["param_groups"]) == 1
-    step(apart)
-    step(together)
-    for saved, loaded in ((apart, together), (together, apart)):
-        store.save(saved, int(saved is together), wait=True)
-        step(loaded, 3.0)
+def test_parts_of_a_group_come_as_one_and_go_back_into_parts(store: CheckpointStore) -> None:
+    parts, one = make_with(2), make_with(1)
+    for number, (saved, loaded) in enumerate(((parts, one), (one, parts))):
+        step(saved, 2.0)
+        store.save(saved, number, wait=True)
+        step(loaded, -3.0)
         assert not same(saved, loaded)
         store.load(loaded)
         step(saved)
         step(loaded)
         assert same(saved, loaded)
-        rates = [(group["lr"], group["weight_decay"]) for group in loaded.optimizer.param_groups]
-        assert set(rates) == {(0.1, 0.0)}
+    assert [group[PART_OF] for group in parts.optimizer.param_groups] == [0, 0]
 
 
 def test_what_an_optimizer_keeps_in_its_groups_comes_back(store: CheckpointStore) -> None:

@@ -192,7 +192,7 @@ def test_divided_experts_are_kept_aside_checkpointed_and_exported_as_whole_ones(
 
 
 def in_bfloat16(rank: int, folder: Path) -> Any:
-    half = {"param_dtype": "bfloat16", "learning_rate": 1e-2, "eps": 1e-3}
+    half: dict[str, Any] = {"param_dtype": "bfloat16", "learning_rate": 1e-2, "eps": 1e-3}
     whole = Driver({"backend": "fsdp2", "device": "cpu"} | half, folder, rank, 2)
     return two_steps(build(rank, folder, **EXPERTS, **half)), two_steps(whole)
 

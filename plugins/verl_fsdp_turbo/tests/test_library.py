@@ -28,10 +28,14 @@ except EngineError as error:
 """
 
 
+def without_path() -> dict[str, str]:
+    """Return the environment without what makes the library known."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
 def run(program: str, path: Path | None, **environment: str) -> str:
     """Run a program in a process of its own, and return what it prints."""
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    found = inherited | ({} if path is None else {"PYTHONPATH": str(path)}) | environment
+    found = without_path() | ({} if path is None else {"PYTHONPATH": str(path)}) | environment
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=found, check=True)
     return done.stdout
 
@@ -52,6 +56,15 @@ def test_the_doctor_tells_how_to_get_it() -> None:
     printed = run(f"from verl_engine.command.doctor.command import run; run({arguments}, 'doctor')", None)
     assert "it needs the module fsdp_turbo, which cannot be found" in printed
     assert "git clone" in printed
+
+
+def test_the_conformance_kit_is_not_started_without_it() -> None:
+    program = "from verl_engine.command.app import main; main(['check', 'fsdp_turbo'])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=without_path(), check=False
+    )
+    assert done.returncode != 0
+    assert f"install it with: {INSTALL}" in " ".join(done.stderr.split())
 
 
 def test_a_broken_library_is_not_taken_for_a_missing_one(tmp_path: Path) -> None:

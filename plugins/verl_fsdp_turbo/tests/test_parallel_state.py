@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -11,14 +11,11 @@ from verl_engine.contract.errors import PluginError, UnsupportedError
 from verl_fsdp_turbo import parallel_state
 from verl_fsdp_turbo.parallel_state import RankDivision, divide_ranks
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 SIZES = dict.fromkeys(parallel_state._AXES, 1)
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def world(monkeypatch: pytest.MonkeyPatch) -> str:
     """A process with a process group in which another one was divided, which is gone."""
     monkeypatch.setattr(parallel_state, "_made", [parallel_state._Made(SIZES, "gone")])
     monkeypatch.setattr(
@@ -76,5 +73,7 @@ class NewerState(State):
 
 
 def test_shares_of_the_data_are_those_of_the_release_s_own_mesh() -> None:
-    assert RankDivision(NewerState("data", "cdp")).data_parallel.size == "data"
-    assert RankDivision(State("cdp")).data_parallel.group == "cdp"
+    newer: Any = RankDivision(NewerState("data", "cdp")).data_parallel
+    older: Any = RankDivision(State("cdp")).data_parallel
+    assert (newer.rank, newer.size, newer.group) == ("data", "data", "data")
+    assert (older.rank, older.size, older.group) == ("cdp", "cdp", "cdp")

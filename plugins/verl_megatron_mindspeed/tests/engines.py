@@ -28,13 +28,13 @@ def forget_groups() -> None:
 
     from verl_megatron_mindspeed import parallel
 
-    # None stands for the world; gloo's groups are listed twice.
-    groups = dict.fromkeys(group for group in parallel_state._global_process_group_list or () if group is not None)
+    groups = parallel_state._global_process_group_list or ()
     parallel_state.destroy_model_parallel()
     parallel._made = None
     dist.barrier()  # nobody waits for anybody in those groups any more
     for group in groups:
-        dist.destroy_process_group(group)
+        if group in dist.distributed_c10d._world.pg_map:  # None stands for the world
+            dist.destroy_process_group(group)
 
 
 def new_driver(folder: Path, rank: int, **settings: Any) -> Driver:

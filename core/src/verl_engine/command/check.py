@@ -8,10 +8,13 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from verl_engine.command.doctor.plugins import how_to_get
 from verl_engine.command.parser import command_parser
 from verl_engine.contract.config_file import read_overrides
 from verl_engine.contract.errors import ConfigError, PluginImportError
+from verl_engine.contract.names import BACKENDS_GROUP
 from verl_engine.host.catalog import pip_install
+from verl_engine.host.loading import find_plugin
 
 if TYPE_CHECKING:
     import argparse
@@ -58,6 +61,7 @@ def run(arguments: Sequence[str], program: str) -> int:
             f"the conformance kit needs {', '.join(missing)}; install it with: "
             f"{pip_install('verl-engine-core[testing]')}"
         )
+    _require_modules(options.name)
     try:
         from verl_engine.testing.conformance.kit import ConformanceKit  # only now: it is there
 
@@ -79,6 +83,16 @@ def run(arguments: Sequence[str], program: str) -> int:
 
         print_summary(f"{options.name} ({kit.version}), {options.ranks} ranks", outcomes, seconds)
     return 1 if any(outcome.status == "failed" for outcome in outcomes) else 0
+
+
+def _require_modules(name: str) -> None:
+    """Refuse a backend whose ranks could all but fail, each in its turn."""
+    entry = find_plugin(BACKENDS_GROUP, name)
+    if entry.missing_modules:
+        raise PluginImportError(
+            f"backend {name} needs the module {', '.join(entry.missing_modules)}, which cannot be found and is on no "
+            f"package index; install it with: {how_to_get(entry) or entry.mend}"
+        )
 
 
 def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:

@@ -99,14 +99,14 @@ def _status(
         names = ", ".join(entry.missing_modules)
         return (
             f"it needs the module {names}, which cannot be found and is on no package index",
-            _how_to_get(entry),
+            how_to_get(entry),
             True,
         )
     return "", None, False
 
 
-def _how_to_get(entry: PluginEntry) -> str | None:
-    """The lines that install a backend's missing modules, of its hooks module."""
+def how_to_get(entry: PluginEntry) -> str | None:
+    """Return a line that installs a backend's missing modules, as its hooks module tells."""
     try:
         needs = BackendHost.load(entry.name).spec.needs
     except PluginError:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 _WRAPPERS: Final = re.compile(r"_(checkpoint_wrapped_module|fsdp_wrapped_module|orig_mod)\.")
 """What wrappers put into names; torch takes it out of those of parameters and persistent buffers."""
 
+PART_OF: Final = "part_of"
+"""Key in groups of an optimizer. Groups with the same number there are one, in parts that an engine must keep apart,
+such as those sharded over different ranks: an engine that need not do so takes their state, and the other way round."""
+
 _OF_THIS_MACHINE: Final = ("fused", "foreach", "capturable")
 """How an optimizer computes, which depends on the device: a run may go on on another kind."""
 
@@ -82,34 +86,35 @@ def load_module_state(
 
 
 def _together(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join groups of equal settings: engines keep apart what is sharded over different ranks, which others may not."""
+    """Join the groups that `PART_OF` says are one."""
     joined: list[dict[str, Any]] = []
+    by_number: dict[int, dict[str, Any]] = {}
     for group in groups:
-        same = next((other for other in joined if _settings(other) == _settings(group)), None)
-        if same is None:
-            joined.append(group | {"params": list(group["params"])})
-        else:
-            same["params"] += group["params"]
+        whole = {key: value for key, value in group.items() if key != PART_OF} | {"params": list(group["params"])}
+        number = group.get(PART_OF)
+        if number in by_number:
+            by_number[number]["params"] += group["params"]
+            continue
+        joined.append(whole)
+        if number is not None:
+            by_number[number] = whole
     return joined
 
 
 def _apart(
     module: torch.nn.Module, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Undo `_together`: give each group of the optimizer the settings that were saved for its parameters."""
-    if len(groups) >= len(optimizer.param_groups):
+    """Undo `_together`: give each part of a group what was saved for its parameters."""
+    if not any(PART_OF in own for own in optimizer.param_groups):
         return groups
     names = {id(parameter): _WRAPPERS.sub("", name) for name, parameter in module.named_parameters()}
     saved = {name: group for group in groups for name in group["params"]}
     found = []
     for own in optimizer.param_groups:
         params = [names[id(parameter)] for parameter in own["params"]]
-        found.append(saved[params[0]] | {"params": params})
+        mark = {PART_OF: own[PART_OF]} if PART_OF in own else {}
+        found.append(saved[params[0]] | {"params": params} | mark)
     return found
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _without_ties(module: torch.nn.Module, model: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from verl_engine.contract.errors import ConfigError
+from verl_engine.engine.checkpoints.module import PART_OF
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -136,7 +137,7 @@ def parameter_groups(
     """Divide the trained parameters by their settings; the arguments are those of `build_optimizer`.
 
     Sharded parameters of different meshes, and plain ones, are kept apart: the fused and foreach forms of torch's
-    optimizers take no mix.
+    optimizers take no mix. In a checkpoint they are one group again.
     """
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     chosen = _first_matches(parameters, config.parameter_groups)
@@ -151,6 +152,10 @@ def parameter_groups(
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         settings = {"lr": config.learning_rate * scale, "weight_decay": decay}
         found.setdefault((decay, scale, mesh), {"params": [], **settings})["params"].append(parameter)
+    settings_of = [key[:2] for key in found]
+    for key, made in found.items():
+        if settings_of.count(key[:2]) > 1:
+            made[PART_OF] = settings_of.index(key[:2])
     return list(found.values())
 
 

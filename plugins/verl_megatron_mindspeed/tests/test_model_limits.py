@@ -40,6 +40,21 @@ OTHER_LAYOUTS: list[tuple[str, dict[str, Any], str]] = [
         {"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2},
         "pipeline_parallel_size * virtual_pipeline_parallel_size=4 does not divide",
     ),
+    (
+        "qwen3",
+        {"pipeline_parallel_size": 3, "transformer_options": {"num_layers_in_first_pipeline_stage": 1}},
+        "leaves 1 of the model's num_hidden_layers=2 to 2 pipeline stages",
+    ),
+    ("qwen3", {"transformer_options": {"num_layers_in_last_pipeline_stage": 1}}, "pipeline_parallel_size of 2 or more"),
+    (
+        "qwen3",
+        {
+            "pipeline_parallel_size": 2,
+            "virtual_pipeline_parallel_size": 2,
+            "transformer_options": {"num_layers_in_first_pipeline_stage": 1},
+        },
+        "virtual_pipeline_parallel_size=2 does not divide the model's layers of each pipeline part=1",
+    ),
     ("qwen3", {"expert_parallel_size": 2}, "expert_parallel_size=2 is for mixtures of experts"),
     (
         "qwen3",

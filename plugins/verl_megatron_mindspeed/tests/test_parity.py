@@ -40,6 +40,7 @@ CASES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "TP2, tied": ("dense, tied", TP),
     "PP2": ("dense", PP),
     "PP2, tied": ("dense, tied", PP),
+    "PP2, uneven": ("dense, tied", {**PP, "transformer_options": {"num_layers_in_first_pipeline_stage": 1}}),
     "VPP2": ("dense, tied", VPP),
     "DP2, distributed optimizer": ("dense", {}),
     "DP2, whole optimizer": ("dense", {"distributed_optimizer": False}),

@@ -42,7 +42,9 @@ class MegatronConfig(EngineConfig):
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Ranks that split each layer's matrices (TP); it divides the model's attention and key-value heads."""
     pipeline_parallel_size: int = Field(default=1, ge=1)
-    """Ranks that each hold a part of the layers (PP); it divides their number."""
+    """Ranks that each hold a part of the layers (PP); it divides their number, unless
+    ``transformer_options: {num_layers_in_first_pipeline_stage: ..., num_layers_in_last_pipeline_stage: ...}`` gives the
+    first or last another one."""
     virtual_pipeline_parallel_size: int = Field(default=1, ge=1)
     """Parts of the layers that each pipeline rank holds (VPP): more parts, smaller bubbles, more traffic. Micro-batches
     are filled up with empty ones to a multiple of ``pipeline_parallel_size``."""

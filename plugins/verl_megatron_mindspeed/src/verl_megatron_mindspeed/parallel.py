@@ -112,7 +112,8 @@ def _timeout_minutes() -> int:
     """Return how long the world's ranks wait for each other, in Megatron's unit, which has no fractions."""
     world: Any = dist.group.WORLD
     backend = world._get_backend(world._device_types[0])  # noqa: SLF001 - torch has no public way to ask
-    return max(1, math.ceil(backend.options._timeout.total_seconds() / 60))  # noqa: SLF001 - the same
+    seconds: float = backend.options._timeout.total_seconds()  # noqa: SLF001 - the same
+    return max(1, math.ceil(seconds / 60))
 
 
 def _current() -> Parallel:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -105,7 +105,8 @@ def whole_tensors(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
-        return tensor.detach().full_tensor().cpu().clone()
+        gathered: torch.Tensor = cast("DTensor", tensor.detach()).full_tensor()
+        return gathered.cpu().clone()
     if not isinstance(tensor, TensorParts):
         return tensor.detach().cpu().clone()
     held: list[Any] = [None] * dist.get_world_size()

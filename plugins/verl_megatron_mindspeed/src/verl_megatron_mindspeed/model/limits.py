@@ -8,6 +8,7 @@ from verl_engine.contract.errors import ConfigError, ModelError
 from verl_megatron_mindspeed.model.hf_config import read_rotary
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from transformers import PreTrainedConfig
@@ -18,6 +19,8 @@ PROVEN: Final = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Model types whose logits our tests compare with those of transformers."""
 _LLAMA3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The numbers of llama3's rotary positions that Megatron has fixed."""
+_OF_STAGES: Final = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+_ADVICE_FOR_STAGES: Final = f", or give {' and '.join(_OF_STAGES)} in engine.transformer_options"
 
 
 def check_model(config: MegatronConfig, hf_config: PreTrainedConfig, folder: Path) -> None:
@@ -87,14 +90,36 @@ def _check_division(config: MegatronConfig, hf_config: PreTrainedConfig) -> None
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         _divides("tensor_parallel_size", tensor, name, getattr(hf_config, name))
     num_layers = hf_config.num_hidden_layers
-    what = "pipeline_parallel_size"
-    if parts != stages:
-        what += " * virtual_pipeline_parallel_size"
-    _divides(what, parts, "num_hidden_layers", num_layers)
+    options = config.transformer_options
+    given = {name: options[name] for name in _OF_STAGES if options.get(name) is not None}
+    if given:
+        sizes = _uneven_stages(given, stages, num_layers)
+        _divides_stages("virtual_pipeline_parallel_size", config.virtual_pipeline_parallel_size, sizes)
+    else:
+        name = "pipeline_parallel_size" + " * virtual_pipeline_parallel_size" * (parts != stages)
+        _divides(name, parts, "num_hidden_layers", num_layers, _ADVICE_FOR_STAGES)
+        sizes = [num_layers // stages]
     if config.recompute == "full" and config.recompute_method == "uniform":
-        _divides(
-            "recompute_num_layers", config.recompute_num_layers, "layers of each pipeline part", num_layers // parts
+        in_parts = [size // config.virtual_pipeline_parallel_size for size in sizes]
+        _divides_stages("recompute_num_layers", config.recompute_num_layers, in_parts)
+
+
+def _uneven_stages(given: dict[str, Any], stages: int, num_layers: int) -> list[int]:
+    """Return how many layers pipeline stages have, where the first or last are to have another number."""
+    for name, size in given.items():
+        if stages == 1 or isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(
+                f"engine.transformer_options.{name}={size!r} must be a number of layers above 0, with "
+                f"engine.pipeline_parallel_size of 2 or more (it is {stages})"
+            )
+    rest, others = num_layers - sum(given.values()), stages - len(given)
+    if rest < others or (rest % others if others else rest):
+        raise ConfigError(
+            f"engine.transformer_options: {', '.join(f'{name}={size}' for name, size in given.items())} leaves {rest} "
+            f"of the model's num_hidden_layers={num_layers} to {others} pipeline stages, which are to have the same "
+            "number of layers each"
         )
+    return [*given.values(), *([rest // others] if others else [])]
 
 
 def _check_experts(config: MegatronConfig, hf_config: PreTrainedConfig) -> None:
@@ -122,7 +147,14 @@ def _check_no_experts(config: MegatronConfig, hf_config: PreTrainedConfig) -> No
             )
 
 
-def _divides(name: str, value: int, what: str, number: int) -> None:
+def _divides_stages(name: str, value: int, sizes: Iterable[int]) -> None:
+    for size in sizes:
+        _divides(name, value, "layers of each pipeline part", size)
+
+
+def _divides(name: str, value: int, what: str, number: int, advice: str = "") -> None:
     if number % value:
         allowed = ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)
-        raise ConfigError(f"engine.{name}={value} does not divide the model's {what}={number}; use one of {allowed}")
+        raise ConfigError(
+            f"engine.{name}={value} does not divide the model's {what}={number}; use one of {allowed}{advice}"
+        )

@@ -31,7 +31,7 @@ _OF_ENGINE: Final = """
     grad_scale_func grad_sync_func hybrid_context_parallel init_model_with_meta_device
     microbatch_group_size_per_vp_stage moe_extended_tp moe_use_legacy_grouped_gemm no_sync_func
     num_microbatches_with_partial_activation_checkpoints
-    num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage overlap_moe_expert_parallel_comm
+    overlap_moe_expert_parallel_comm
     overlap_p2p_comm param_sync_func perform_initialization pipeline_model_parallel_layout timers
     use_cpu_initialization use_ring_exchange_p2p
 """

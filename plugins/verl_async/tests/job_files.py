@@ -38,7 +38,7 @@ SPEC = BackendSpec(
     name="toy",
     config_class=ToyConfig,
     devices=("cpu",),
-    capabilities=Capabilities(gaps={"snapshots": "a toy"}),
+    capabilities=Capabilities(gaps={"snapshots": "a toy", "lora": "a toy"}),
     plugin_api_version=1,
 )
 

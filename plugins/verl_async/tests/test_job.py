@@ -127,6 +127,11 @@ def test_weights_of_a_sync_are_kept_aside_only_by_a_backend_with_snapshots(recip
         load_train_job(recipe, [recompute, "async_training.trigger_parameter_sync_step=2"])
 
 
+def test_what_the_backend_cannot_do_is_refused_before_anything_starts(recipe: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"engine\.backend=toy cannot do 'lora': a toy"):
+        load_train_job(recipe, ["engine.lora.rank=4"])
+
+
 def test_an_unknown_backend_names_the_closest(recipe: Path) -> None:
     with pytest.raises(UnknownPluginError, match=r"engine\.backend='toi'.*did you mean toy"):
         load_train_job(recipe, ["engine.backend=toi"])

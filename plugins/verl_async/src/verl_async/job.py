@@ -65,6 +65,7 @@ def _load(job_class: type[_Job], recipe: Path, overrides: Sequence[str]) -> _Job
         if job is not None:
             _check_shares(job, engine)
             _check_use(engine)
+            _check_features(engine, job.trainer.num_ranks)
             _check_old_log_probs(job, engine)
     except EngineError as error:
         faults.insert(0, error)
@@ -112,6 +113,14 @@ def _check_use(engine: EngineConfig) -> None:
         )
     if faults:
         raise _combined(faults)
+
+
+def _check_features(engine: EngineConfig, num_ranks: int) -> None:
+    """Refuse what the backend says it cannot do, before anything starts."""
+    host = BackendHost.load(engine.backend)
+    asked = engine.required_features()
+    for feature in asked if num_ranks == 1 else (*asked, "multi_rank"):
+        host.require(feature)
 
 
 def _check_old_log_probs(job: TrainJob | SftJob, engine: EngineConfig) -> None:

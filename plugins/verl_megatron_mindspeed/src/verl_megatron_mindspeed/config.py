@@ -155,5 +155,6 @@ class MegatronConfig(EngineConfig):
         product = sizes[0] * sizes[1] * sizes[2]
         if world_size % product:
             raise ConfigError(
-                f"engine.{names} = {' * '.join(map(str, sizes))} = {product} does not divide the {world_size} ranks"
+                f"engine.{names} = {' * '.join(map(str, sizes))} = {product} does not divide the {world_size} ranks; "
+                f"use a multiple of {product} ranks (trainer.num_ranks of a job), or smaller sizes"
             )

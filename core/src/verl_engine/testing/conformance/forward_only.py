@@ -26,7 +26,7 @@ def log_probs(bench: Bench) -> None:
     for mine, other, sequence in pairs:
         distance = float((mine - other).abs().max())
         bench.require_everywhere(
-            distance <= ROUNDING, f"log-probs are {distance:.3g} off those of an engine that trains"
+            distance <= ROUNDING, f"log-probs differ by {distance:.3g} from those of an engine that trains"
         )
         error = float((mine - masked_log_probs(model, sequence)).abs().max())
         bench.require_everywhere(error <= 1e-4, f"log-probs are off by {error:.3g} nats")  # noqa: PLR2004

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from typing import TYPE_CHECKING, Any
 
 import ray
+from torch.distributed import TCPStore
 
 from verl_async.asynchrony.actors import BucketDelivery
 from verl_async.asynchrony.shares import Shares
@@ -50,13 +50,14 @@ class TrainerActor:
         """Return where the process group can meet on this node.
 
         Args:
-            port: as configured, or None for a free one.
+            port: as configured, or None for a free one. That is taken at once: imports lie before the group is made,
+                and any process of the machine may be given a port that was free.
         """
         host = ray.util.get_node_ip_address()
         if port is None:
-            with socket.socket() as probe:
-                probe.bind((host, 0))
-                port = probe.getsockname()[1]
+            # With multi_tenant the group of this process finds the server by its port, and uses it.
+            self._meeting = TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+            port = self._meeting.port
         return f"tcp://{host}:{port}"
 
     def start(self, init_method: str, timeout_s: float) -> list[str]:

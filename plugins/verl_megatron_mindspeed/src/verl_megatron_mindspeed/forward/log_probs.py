@@ -7,7 +7,8 @@ With z = logits / temperature, p = softmax(z), H its entropy, and y the target:
 
 Only the highest z and the sums over the vocabulary need the other ranks, so the backward needs none of them. Both go
 through the rows a block at a time: besides the logits themselves only one block exists in float32, and the backward
-writes the gradient over the logits.
+writes the gradient over the logits. Where those are float32 and have a gradient, the forward writes exp z over them
+already, which spares a second pass of exponentials; only a gradient of the entropy needs z itself again.
 
 Shape legend: M rows, m of them in a block, v entries of the vocabulary on this rank.
 """
@@ -40,8 +41,8 @@ def split_log_probs(
     """Compute each target's log-prob under softmax(logits / temperature) over the whole vocabulary.
 
     Args:
-        logits: [M, v], any float dtype: those of this rank's part of the vocabulary, v may be 0. The backward
-            overwrites them.
+        logits: [M, v], any float dtype: those of this rank's part of the vocabulary, v may be 0. They are overwritten,
+            by the forward or the backward.
         targets: [M] int64, counted over the whole vocabulary.
         temperature: above 0.
         entropy: ``off``, ``value`` (no gradient) or ``gradient``.
@@ -75,8 +76,11 @@ class _SplitLogProbs(torch.autograd.Function):
         # The sums of exp z, of exp z * z, and the target's z, where z is counted from the highest.
         sums_3M = highest_M.new_zeros(3, logits.shape[0])
         is_here_M, place_M = _places_of(targets, logits.shape[1])
+        ctx.holds_exp = ctx.needs_input_grad[0] and entropy == "off" and logits.dtype == highest_M.dtype
         for rows in _blocks(logits):
-            z_mv = logits[rows].to(highest_M.dtype, copy=True).div_(temperature).sub_(highest_M[rows, None])
+            block = logits.detach()[rows]
+            z_mv = block if ctx.holds_exp else block.to(highest_M.dtype, copy=True)
+            _scaled(z_mv, temperature).sub_(highest_M[rows, None])
             if logits.shape[1]:
                 sums_3M[2, rows] = torch.where(is_here_M[rows], z_mv.gather(1, place_M[rows, None])[:, 0], 0.0)
             if entropy == "off":
@@ -102,18 +106,31 @@ class _SplitLogProbs(torch.autograd.Function):
         d_logp_M, d_entropy_M = (gradient / ctx.temperature for gradient in gradients)
         found = logits.detach()
         for rows in _blocks(found):
-            z_mv = found[rows].to(highest_M.dtype, copy=True).div_(ctx.temperature)
+            if ctx.holds_exp:
+                found[rows].mul_((-d_logp_M[rows] * log_sum_M[rows].neg().exp())[:, None])
+                _add_own(found[rows], is_here_M[rows], place_M[rows], d_logp_M[rows])
+                continue
+            z_mv = _scaled(found[rows].to(highest_M.dtype, copy=True), ctx.temperature)
             logp_mv = z_mv.sub_(highest_M[rows, None]).sub_(log_sum_M[rows, None])
             if ctx.entropy == "gradient":
                 factor_mv = logp_mv.add(entropy_M[rows, None]).mul_(-d_entropy_M[rows, None])
                 d_mv = logp_mv.exp_().mul_(factor_mv.sub_(d_logp_M[rows, None]))
             else:
                 d_mv = logp_mv.exp_().mul_(-d_logp_M[rows, None])
-            if found.shape[1]:
-                own_m = torch.where(is_here_M[rows], d_logp_M[rows], 0.0)
-                d_mv.scatter_add_(1, place_M[rows, None], own_m[:, None])
+            _add_own(d_mv, is_here_M[rows], place_M[rows], d_logp_M[rows])
             found[rows] = d_mv
         return found, None, None, None, None
+
+
+def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Divide in place."""
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _add_own(d_mv: torch.Tensor, is_here_m: torch.Tensor, place_m: torch.Tensor, d_logp_m: torch.Tensor) -> None:
+    """Add to a gradient, in place, what comes from the targets themselves."""
+    if d_mv.shape[1]:
+        d_mv.scatter_add_(1, place_m[:, None], torch.where(is_here_m, d_logp_m, 0.0)[:, None])
 
 
 def _highest(logits: torch.Tensor, temperature: float, group: dist.ProcessGroup | None) -> torch.Tensor:

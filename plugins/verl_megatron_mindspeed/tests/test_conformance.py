@@ -1,0 +1,26 @@
+"""The backend keeps the contract on a CPU: so says the kit that comes with core; beside this file, what only it has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+
+from verl_engine.testing.conformance import EngineConformance
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@pytest.mark.dist
+class TestMegatron(EngineConformance):
+    backend = "megatron"
+
+
+@pytest.mark.dist
+class TestPipeline(EngineConformance):
+    """Where the schedule runs micro-batches through each other, and one rank alone computes the loss."""
+
+    backend = "megatron"
+    settings: ClassVar[Mapping[str, Any]] = {"pipeline_parallel_size": 2}
+    only = ("accumulation/all_ranks", "gradient_sync/hook_calls", "optimizer/not_finite", "recovery", "values/gradient")

@@ -16,6 +16,7 @@ import transformers
 from verl_engine.batch.packed import PackedBatch
 from verl_engine.batch.sequence import Sequence
 from verl_engine.contract.errors import ConfigError
+from verl_engine.engine.sum_over_group import sum_over_group
 from verl_engine.testing.conformance.driver import Driver
 from verl_engine.testing.conformance.reference import (
     accumulate,
@@ -28,7 +29,7 @@ from verl_engine.testing.conformance.reference import (
 from verl_engine.testing.rank_pool import RankError, RankPool
 from verl_fsdp.config import Fsdp2Config
 from verl_fsdp.forward.attention import packed_attention
-from verl_fsdp.forward.sequence_parallel import slice_tokens, sum_over_group
+from verl_fsdp.forward.sequence_parallel import slice_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

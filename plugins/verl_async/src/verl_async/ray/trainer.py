@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import ray
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without saying so
 
 from verl_async.asynchrony.actors import BucketDelivery
 from verl_async.asynchrony.shares import Shares

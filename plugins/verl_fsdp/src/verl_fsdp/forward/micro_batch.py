@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from verl_engine.engine.sum_over_group import sum_over_group
 from verl_engine.engine.token_output import TokenOutput
-from verl_fsdp.forward.sequence_parallel import slice_tokens, sum_over_group
+from verl_fsdp.forward.sequence_parallel import slice_tokens
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -66,23 +66,6 @@ def slice_tokens(batch: PackedBatch, group: dist.ProcessGroup | None) -> TokenSl
     return TokenSlice(ids[own], positions[own], losses - 1 - own.start, losses, runs)
 
 
-def sum_over_group(parts: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Bring the figures of all ranks together, where each has a part and 0 elsewhere.
-
-    Args:
-        parts: any shape and dtype, the same on every rank; unchanged.
-        group: the ranks that split the tokens; None where nobody does.
-    Returns:
-        The sum, the same on every rank.
-    Collectives: one all-reduce, none backward. Gradient: as it comes, since every rank of the group computes the same
-        loss on the whole. So each parameter's gradient is in parts too, which are to be summed over the group.
-    """
-    if group is None:
-        return parts
-    summed: torch.Tensor = _SumOverGroup.apply(parts, group)  # type: ignore[no-untyped-call]
-    return summed
-
-
 def trade_tokens_for_heads(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -160,19 +143,3 @@ def _exchange(blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     got = torch.empty_like(sent)
     dist.all_to_all_single(got, sent, group=group)
     return got
-
-
-class _SumOverGroup(torch.autograd.Function):
-    """See `sum_over_group`."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        del ctx
-        summed = parts.clone()
-        dist.all_reduce(summed, group=group)
-        return summed
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        del ctx
-        return gradients[0], None

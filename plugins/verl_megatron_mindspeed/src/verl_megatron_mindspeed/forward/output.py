@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-import torch.distributed as dist
 from megatron.core import tensor_parallel
 
+from verl_engine.engine.sum_over_group import sum_over_group
 from verl_engine.engine.token_output import TokenOutput
 from verl_megatron_mindspeed.forward.log_probs import split_log_probs
 
@@ -74,7 +74,7 @@ class Head:
         self._is_value = config.head == "value"
         self._entropy = config.entropy
         self._tensor = parallel.tensor
-        self._context = parallel.context
+        self._context = parallel.context.group if parallel.context.size > 1 else None
         self._vocab_size = vocab_size
         self.gives: tuple[str, ...] = _LANGUAGE_FIGURES[: 1 if config.entropy == "off" else 2]
         """Fields of `TokenOutput`, one a figure."""
@@ -112,36 +112,3 @@ class Head:
             group=self._tensor.group if self._tensor.size > 1 else None,
         )
         return torch.stack([logp_m] if entropy_m is None else [logp_m, entropy_m], dim=-1)
-
-
-def sum_over_group(parts: torch.Tensor, group: Group) -> torch.Tensor:
-    """Bring the figures of all ranks together, where each has a part and 0 elsewhere.
-
-    Args:
-        parts: any shape and dtype, the same on every rank; unchanged.
-        group: the ranks that split the tokens.
-    Returns:
-        The sum, the same on every rank.
-    Collectives: one all-reduce, none backward. Gradient: as it comes, since every rank of the group computes the same
-        loss on the whole. So each parameter's gradient is in parts too, which Megatron sums over the group.
-    """
-    if group.size == 1:
-        return parts
-    summed: torch.Tensor = _SumOverGroup.apply(parts, group.group)  # type: ignore[no-untyped-call]
-    return summed
-
-
-class _SumOverGroup(torch.autograd.Function):
-    """See `sum_over_group`."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        del ctx
-        summed = parts.clone()
-        dist.all_reduce(summed, group=group)
-        return summed
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        del ctx
-        return gradients[0], None

@@ -17,8 +17,7 @@ from tests.repository import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from typing_extensions import Self
+    from typing import Self
 
 COMMAND = Path(sys.executable).with_name("verl-engine")
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where weights travel

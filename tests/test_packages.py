@@ -31,7 +31,7 @@ def test_versions_move_in_lockstep(plugin: str) -> None:
 def test_metadata_says_what_a_user_must_know(distribution: str) -> None:
     about = metadata(distribution)
     assert about["License-Expression"] == "Apache-2.0"
-    assert about["Requires-Python"] == ">=3.10"
+    assert about["Requires-Python"] == ">=3.11"
     assert about["Summary"]
 
 

@@ -12,8 +12,7 @@ from verl_engine.contract.errors import WeightsError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-
-    from typing_extensions import Self
+    from typing import Self
 
 Part = tuple[tuple[int, ...], torch.Tensor]
 """Where a part begins in the whole, one number a dim, and its content: live, or nothing could be loaded into it."""

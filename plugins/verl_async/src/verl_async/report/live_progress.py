@@ -16,9 +16,9 @@ from verl_async.report.progress_state import ProgressState, duration, sparkline
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from types import TracebackType
+    from typing import Self
 
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-    from typing_extensions import Self
 
 _TWO_COLUMNS_WIDTH = 64
 _BORDER_WIDTH = 6

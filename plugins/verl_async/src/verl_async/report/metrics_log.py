@@ -13,8 +13,7 @@ from verl_async.report.tensorboard_events import TensorBoardEvents
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from types import TracebackType
-
-    from typing_extensions import Self
+    from typing import Self
 
     from verl_async.report.output_folder import OutputFolder
 

@@ -10,9 +10,7 @@ from verl_async.report.progress_state import ProgressState, duration
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import TracebackType
-    from typing import TextIO
-
-    from typing_extensions import Self
+    from typing import Self, TextIO
 
 
 class PlainProgress:

@@ -15,13 +15,13 @@ from verl_engine.engine.base import DataParallel, Engine
 from verl_engine.engine.checkpoints.module import load_module_state, module_state
 from verl_engine.engine.lr_schedule import lr_multiplier
 from verl_engine.engine.offload import PARTS, GradientSlot, Offload
+from verl_engine.engine.weights.model_folder import ModelFolderWriter
 from verl_engine.engine.weights.module_weights import (
     exported_tensors,
     full_weights,
     load_full_weights,
     load_weight_shards,
     local_tensors,
-    save_pretrained,
     weight_shards,
     weight_specs,
 )
@@ -77,6 +77,7 @@ class ModuleEngine(Engine):
         self.module = self.place(module)
         # Between a forward and a backward a sharded module holds gathered parameters; these are the shards, always.
         self.parameters = dict(module.named_parameters())
+        self._folder_writer = ModelFolderWriter(module)
         if config.forward_only:
             module.requires_grad_(False)
             return
@@ -201,7 +202,8 @@ class ModuleEngine(Engine):
 
     def save_pretrained(self, folder: Path) -> None:
         """Write a Hugging Face folder; see the base class. The first rank holds a copy of all weights meanwhile."""
-        save_pretrained(self.module, self.full_weights([spec.name for spec in self.weight_specs()]), folder)
+        weights = self.full_weights([spec.name for spec in self.weight_specs()])
+        self._folder_writer.write(self.module, weights, folder)
 
     def move(self, *, to_cpu: bool, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> None:
         """Move parts to the CPU or back; see the base class, and `Offload`.

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -15,6 +15,8 @@ from verl_engine.engine.checkpoints.folder_names import FolderNames
 from verl_engine.engine.checkpoints.folders import sync_folder, write_file
 from verl_engine.engine.checkpoints.manifest import MODEL_FOLDER, CheckpointManifest, copy_model_files
 from verl_engine.engine.checkpoints.reader import CheckpointReader
+from verl_engine.engine.weights.model_files import CONFIG, ModelFiles, saved_config
+from verl_engine.engine.weights.model_folder import main_dtype
 from verl_engine.engine.weights.module_weights import LowRank, merged
 
 if TYPE_CHECKING:
@@ -215,21 +217,16 @@ def _read(reader: CheckpointReader, manifest: CheckpointManifest, *names: str) -
 def _copy_files(files_from: Path, partial: Path, manifest: CheckpointManifest, sources: dict[str, _Source]) -> None:
     """Copy config and tokenizer; the config then says what is exported."""
     copy_model_files(files_from, partial)
-    path = partial / "config.json"
-    try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        config.get("architectures")
-    except (ValueError, AttributeError) as error:
-        raise ConfigError(f"{files_from / path.name} holds no JSON object: {error}") from error
-    dtypes = [source.dtype for source in sources.values() if source.dtype.is_floating_point]
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    config[key] = str(max(set(dtypes), key=dtypes.count)).removeprefix("torch.")
-    if manifest.head == "value":
-        config["architectures"] = [
-            name.replace("ForCausalLM", "ForTokenClassification") for name in config.get("architectures") or ()
-        ]
-        config["id2label"], config["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}
-    write_file(path, (json.dumps(config, indent=2) + "\n").encode())
+    found = ModelFiles.read(files_from).config()
+    if found is None:
+        raise ConfigError(f"{files_from / CONFIG} holds no JSON object")
+    is_critic = manifest.head == "value"
+    architectures = found.get("architectures") or ()
+    if is_critic:
+        architectures = [name.replace("ForCausalLM", "ForTokenClassification") for name in architectures]
+    dtype = main_dtype(source.dtype for source in sources.values())
+    config = saved_config(found, dtype, architectures, is_critic=is_critic)
+    write_file(partial / CONFIG, (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
 
 
 def _float_dtype(name: str) -> torch.dtype:

@@ -12,6 +12,7 @@ from verl_engine import __version__
 from verl_engine.contract.errors import ConfigError, WeightsError
 from verl_engine.contract.names import BACKENDS_GROUP
 from verl_engine.engine.checkpoints.folders import MANIFEST, require_whole, write_file
+from verl_engine.engine.weights.model_files import side_files
 from verl_engine.host.catalog import list_plugins
 
 if TYPE_CHECKING:
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
 FORMAT_VERSION: Final = 1
 MODEL_FOLDER: Final = "model"
 """Holds config and tokenizer files of the model folder that the engine was made from."""
-_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
-_LARGEST_COPIED: Final = 64 * 1024**2
-"""Bytes. Tokenizer files are smaller; what is larger is data of some kind."""
 
 
 _KINDS: Final[dict[str, type | tuple[type, ...]]] = {
@@ -157,9 +155,10 @@ def check_user_state(user_state: dict[str, Any]) -> str:
 def copy_model_files(model_folder: Path, target: Path) -> None:
     """Copy config and tokenizer files, and code, of a model folder into another: all but weights."""
     target.mkdir(exist_ok=True)
-    for path in sorted(model_folder.iterdir()):
-        if path.is_file() and not path.name.endswith(_WEIGHTS) and path.stat().st_size <= _LARGEST_COPIED:
-            write_file(target / path.name, path.read_bytes())
+    for path in side_files(model_folder):
+        copy = target / path.relative_to(model_folder)
+        copy.parent.mkdir(exist_ok=True)
+        write_file(copy, path.read_bytes())
 
 
 def _distribution(backend: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -184,24 +184,11 @@ class _Intake:
             raise WeightsError(f"{len(self._missing)} weights are missing: {missing}")
 
 
-def save_pretrained(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
-    """Write a Hugging Face folder; see `write_folder`.
-
-    Args:
-        model: has transformers' ``save_pretrained``.
-        weights: whole ones. The first rank keeps a copy of all of them on the CPU meanwhile, the others of none.
-        folder: replaced if it exists.
-    Collectives: those of taking the weights, then a broadcast.
-    """
-    state = kept_by_first_rank(weights)
-    write_folder(folder, lambda partial: cast("Any", model).save_pretrained(partial, state_dict=state))
-
-
 def kept_by_first_rank(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Copy whole weights to the CPU on the first rank; the others only take part in their gathering."""
     kept = {}
     for name, tensor in weights:
-        if _is_first_rank():
+        if is_first_rank():
             kept[name] = tensor.to("cpu", copy=True)
         del tensor
     return kept
@@ -216,7 +203,7 @@ def write_folder(folder: Path, write: Callable[[Path], object]) -> None:
     Collectives: a broadcast.
     """
     failure: Exception | None = None
-    if _is_first_rank():
+    if is_first_rank():
         try:
             _replace(folder, write)
         except Exception as error:  # noqa: BLE001 - whatever it is, the others must hear of it; it is raised below
@@ -231,16 +218,19 @@ def write_folder(folder: Path, write: Callable[[Path], object]) -> None:
 
 
 def _replace(folder: Path, write: Callable[[Path], object]) -> None:
-    partial = folder.with_name(f".{folder.name}.tmp")
+    partial, former = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("tmp", "former.tmp"))
     shutil.rmtree(partial, ignore_errors=True)
     try:
         write(partial)
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(former, ignore_errors=True)
+        if folder.is_dir():
+            folder.rename(former)
         partial.rename(folder)
+        shutil.rmtree(former, ignore_errors=True)
     finally:  # where the disk is full, others need the room
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _is_first_rank() -> bool:
+def is_first_rank() -> bool:
     """Whether this rank writes: of all ranks, not of those with different data, for then several may be the first."""
     return not dist.is_initialized() or dist.get_rank() == 0

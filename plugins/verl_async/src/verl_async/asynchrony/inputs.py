@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import transformers
 
@@ -17,6 +19,7 @@ from verl_async.errors import DataError
 from verl_async.rollout.interface import SamplingParams
 from verl_async.rollout.positions import max_num_tokens
 from verl_engine.contract.errors import ConfigError, ModelError
+from verl_engine.engine.weights.model_files import side_files
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 
     from verl_async.config import RewardConfig, RolloutConfig, SftJob, TrainJob
     from verl_engine.batch.sequence import Sequence
+
+_log: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +79,19 @@ class ModelTexts:
         return Scorer(load_reward(config), self.tokenizer)
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer beside trained weights."""
-        self.tokenizer.save_pretrained(folder)
+        """Copy beside trained weights what their engine left out: the tokenizer's files as they are, templates, code.
+
+        What cannot be copied is left out, with a warning: the weights are worth more.
+        """
+        for path in side_files(self.folder):
+            target = folder / path.relative_to(self.folder)
+            if target.exists():
+                continue
+            try:
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, target)
+            except OSError as error:
+                _log.warning("%s cannot be copied to %s: %s", path, target, error)
 
 
 def read_training_prompts(job: TrainJob, texts: ModelTexts) -> list[EncodedPrompt]:

@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from verl_engine.contract.errors import WeightsError
 from verl_engine.engine.base import WeightShard, WeightSpec
+from verl_engine.engine.weights.model_files import ModelFiles
+from verl_engine.engine.weights.module_weights import is_first_rank
 from verl_engine.engine.weights.shards import part_of
 from verl_engine.engine.weights.tensor_parts import TensorParts
 from verl_megatron_mindspeed.weights.agreement import num_ranks, on_all_ranks
@@ -51,7 +53,7 @@ class WeightMap:
         self._model = model
         self._device = device
         self._folder: Path | None = None
-        self._generation_config: str | None = None
+        self._files = ModelFiles({})
 
         def look() -> list[_Holding]:
             self._blocks = blocks_of(find_places(model, parallel))
@@ -167,10 +169,9 @@ class WeightMap:
             ModelError: weights are missing, damaged or of another shape; on every rank.
         Collectives: an all-gather of small objects.
         """
-        generation = folder / "generation_config.json"
-        if generation.is_file() and self._model.head != "value":
-            self._generation_config = generation.read_text(encoding="utf-8")
         self._folder = folder
+        if is_first_rank():
+            self._files = ModelFiles.read(folder)
         fresh = self.read_folder_into(lambda parameter: parameter.detach())
         if not dist.is_initialized() or dist.get_rank() == 0:
             report(folder, self._specs, fresh, "lm_head.weight" if self._model.tied else "")
@@ -231,10 +232,7 @@ class WeightMap:
 
         Collectives: those of all `full_weights`, then a broadcast.
         """
-        dtype = next(iter(self._specs.values())).dtype
-        save_pretrained(
-            self.full_weights(list(self._specs)), self._model.hf_config, dtype, self._generation_config, folder
-        )
+        save_pretrained(self.full_weights(list(self._specs)), self._model.hf_config, self._files, folder)
 
 
 def _holding(name: str, block: Block) -> _Holding:

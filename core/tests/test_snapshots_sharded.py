@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -9,7 +11,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from verl_engine.engine.snapshots.weight_snapshot import WeightSnapshot
 from verl_engine.engine.weights.module_weights import local_tensors
-from verl_engine.testing.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from verl_engine.testing.rank_pools import OnRanks
 
 
 def weights() -> dict[str, DTensor]:
@@ -58,10 +62,10 @@ def unseen_by_version_counters(rank: int) -> None:
 
 
 @pytest.mark.dist
-def test_mixed_placements_and_empty_shards_come_back() -> None:
-    run_ranks(mixed_placements)
+def test_mixed_placements_and_empty_shards_come_back(on_ranks: OnRanks) -> None:
+    on_ranks(mixed_placements)
 
 
 @pytest.mark.dist
-def test_a_step_of_dtensors_that_nobody_noted_is_saved() -> None:
-    run_ranks(unseen_by_version_counters)
+def test_a_step_of_dtensors_that_nobody_noted_is_saved(on_ranks: OnRanks) -> None:
+    on_ranks(unseen_by_version_counters)

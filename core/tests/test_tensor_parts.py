@@ -11,21 +11,20 @@ from core.tests.test_module_engine import PlainEngine, make
 from verl_engine.contract.errors import WeightsError
 from verl_engine.engine.checkpoints.store import CheckpointStore
 from verl_engine.engine.weights.tensor_parts import TensorParts
-from verl_engine.testing.rank_pool import RankPool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
     from typing import Any
+
+    from verl_engine.testing.rank_pool import RankPool
+    from verl_engine.testing.rank_pools import RankPools
 
 SHAPE = (3, 4)
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
+@pytest.fixture
+def two(rank_pools: RankPools) -> RankPool:
+    return rank_pools.get(2)
 
 
 def test_a_part_outside_the_whole_or_of_another_dtype_is_refused() -> None:

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from core.tests.fake_engine import FakeEngine, pack, toy_host
 from verl_engine.contract.errors import BatchError
 from verl_engine.engine.train_step import StepReport, train_step
-from verl_engine.testing.ranks import run_ranks
 
 if TYPE_CHECKING:
     from verl_engine.batch.packed import PackedBatch
     from verl_engine.engine.base import TokenOutput
+    from verl_engine.testing.rank_pools import OnRanks
 
 
 def summed_loss(output: TokenOutput, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -108,8 +108,8 @@ def step_on_rank(rank: int, rows: list[list[list[list[int]]]]) -> StepReport | s
 
 
 @pytest.mark.dist
-def test_tokens_are_counted_over_all_ranks() -> None:
-    first, second = run_ranks(step_on_rank, [[[[1, 2, 3]]], [[[1, 4], [1, 5, 6]]]])
+def test_tokens_are_counted_over_all_ranks(on_ranks: OnRanks) -> None:
+    first, second = on_ranks(step_on_rank, [[[[1, 2, 3]]], [[[1, 4], [1, 5, 6]]]])
     assert isinstance(first, StepReport)
     assert isinstance(second, StepReport)
     for report in (first, second):
@@ -119,7 +119,7 @@ def test_tokens_are_counted_over_all_ranks() -> None:
 
 
 @pytest.mark.dist
-def test_ranks_with_different_numbers_of_micro_batches_are_all_refused() -> None:
-    first, second = run_ranks(step_on_rank, [[[[1, 2]], [[1, 2]]], [[[1, 2]]]])
+def test_ranks_with_different_numbers_of_micro_batches_are_all_refused(on_ranks: OnRanks) -> None:
+    first, second = on_ranks(step_on_rank, [[[[1, 2]], [[1, 2]]], [[[1, 2]]]])
     assert "rank 0 brings 2 micro-batches, all 2 ranks together 3; every rank must bring the same" in str(first)
     assert "rank 1 brings 1 micro-batches, all 2 ranks together 3" in str(second)

@@ -22,12 +22,13 @@ from verl_engine.engine.weights.module_weights import (
     weight_specs,
 )
 from verl_engine.engine.weights.shards import ChangedShards, assemble_weights
-from verl_engine.testing.ranks import run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch.distributed.tensor.placement_types import Placement
+
+    from verl_engine.testing.rank_pools import OnRanks
 
 SPEC = WeightSpec("a", (3, 2), torch.float32)
 WHOLE = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
@@ -150,10 +151,12 @@ def in_parts(_rank: int, layout: str, shape: tuple[int, ...]) -> list[tuple[Weig
 @pytest.mark.dist
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [(4, 6), (5, 3), (1, 1), (3, 5)], ids=str)
-def test_parts_of_all_ranks_are_the_whole_however_it_is_sharded(layout: str, shape: tuple[int, ...]) -> None:
+def test_parts_of_all_ranks_are_the_whole_however_it_is_sharded(
+    layout: str, shape: tuple[int, ...], on_ranks: OnRanks
+) -> None:
     """Uneven and empty parts too: one row on two ranks."""
     sizes = LAYOUTS[layout][0]
-    ranks = run_ranks(in_parts, layout, shape, world_size=prod(sizes))
+    ranks = on_ranks(in_parts, layout, shape, world_size=prod(sizes))
     expected = torch.arange(float(shape[0] * shape[1])).view(shape)
     addition = 0.5 * torch.arange(float(shape[0]))[:, None] * torch.arange(float(shape[1]))
     for index, right in enumerate((expected, expected + addition)):
@@ -195,8 +198,8 @@ def full(exported: dict[str, Exported]) -> torch.Tensor:
 
 
 @pytest.mark.dist
-def test_another_ranks_part_a_missing_one_and_a_doubled_one_are_refused() -> None:
-    for messages in run_ranks(refusals):
+def test_another_ranks_part_a_missing_one_and_a_doubled_one_are_refused(on_ranks: OnRanks) -> None:
+    for messages in on_ranks(refusals):
         misplaced, missing, doubled, nothing, partial = messages
         assert "is not this rank's, which is at" in misplaced
         assert missing == nothing == "1 weights are missing: w"

@@ -6,14 +6,16 @@ import errno
 import mmap
 import os
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import pytest
 
 from verl_async.asynchrony.shared_slots import NUM_SLOTS, SharedSlots
 from verl_engine.contract.errors import WeightsError
-from verl_engine.testing.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from verl_engine.testing.rank_pools import OnRanks
 
 
 def test_what_one_side_writes_the_other_reads(tmp_path: Path) -> None:
@@ -85,7 +87,7 @@ def read_in_another_process(rank: int, paths: list[str]) -> int:
 
 
 @pytest.mark.dist
-def test_another_process_reads_without_a_copy(tmp_path: Path) -> None:
+def test_another_process_reads_without_a_copy(tmp_path: Path, on_ranks: OnRanks) -> None:
     slots = SharedSlots.create(10, tmp_path)
     slots[0][:] = 4
-    assert run_ranks(read_in_another_process, slots.paths, world_size=1) == [40]
+    assert on_ranks(read_in_another_process, slots.paths, world_size=1) == [40]

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from verl_engine.testing.rank_pool import RankPool
 from verl_engine.testing.tiny_models import write_tiny_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
+
+    from verl_engine.testing.rank_pool import RankPool
+    from verl_engine.testing.rank_pools import RankPools
 
 
 @pytest.fixture(scope="session")
@@ -20,17 +21,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model") / "qwen3")
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[list[RankPool]]:
-    """The processes that stay, in a list of one."""
-    pools = [RankPool(2)]
-    yield pools
-    pools[0].close()
-
-
 @pytest.fixture
-def ranks(pools: list[RankPool]) -> RankPool:
-    """Two processes; after a failure others."""
-    if pools[0].is_closed:
-        pools[0] = RankPool(2)
-    return pools[0]
+def ranks(rank_pools: RankPools) -> RankPool:
+    """Two processes that stay for other tests."""
+    return rank_pools.get(2)

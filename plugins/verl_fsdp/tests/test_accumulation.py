@@ -19,15 +19,15 @@ from verl_engine.testing.conformance.reference import (
     relative_error,
     weighted_loss,
 )
-from verl_engine.testing.rank_pool import RankPool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     import torch
 
     from verl_engine.testing.conformance.driver import Split
+    from verl_engine.testing.rank_pool import RankPool
+    from verl_engine.testing.rank_pools import RankPools
     from verl_fsdp.engine import ShardedEngine
 
 NUM_SEQUENCES: Final = 12
@@ -57,12 +57,10 @@ def gradients_on_rank(
     return found
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[int, RankPool]]:
+@pytest.fixture(params=[1, 2])
+def ranks(request: pytest.FixtureRequest, rank_pools: RankPools) -> tuple[int, RankPool]:
     """A number of ranks, and their processes."""
-    pool = RankPool(request.param)
-    yield request.param, pool
-    pool.close()
+    return request.param, rank_pools.get(request.param)
 
 
 @pytest.mark.dist

@@ -16,12 +16,13 @@ from verl_engine.engine.checkpoints.store import CheckpointStore
 from verl_engine.engine.checkpoints.writer import CheckpointWriter
 from verl_engine.testing.conformance.driver import Driver, differences
 from verl_engine.testing.conformance.reference import furthest, make_sequences
-from verl_engine.testing.rank_pool import RankPool
 from verl_engine.testing.tiny_models import write_tiny_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
+
+    from verl_engine.testing.rank_pool import RankPool
+    from verl_engine.testing.rank_pools import RankPools
 
 pytestmark = pytest.mark.dist
 
@@ -29,13 +30,10 @@ Weights = dict[str, torch.Tensor]
 LORA = {"rank": 2, "alpha": 6.0, "target_modules": ("q_proj", "down_proj")}
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
+@pytest.fixture
+def pools(rank_pools: RankPools) -> dict[int, RankPool]:
     """Worlds of one and of two ranks."""
-    found = {size: RankPool(size) for size in (1, 2)}
-    yield found
-    for pool in found.values():
-        pool.close()
+    return {size: rank_pools.get(size) for size in (1, 2)}
 
 
 def build(folder: Path, rank: int, world_size: int, settings: dict[str, Any]) -> Driver:

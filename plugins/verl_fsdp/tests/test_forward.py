@@ -12,13 +12,13 @@ from verl_engine.batch.packed import SegmentRun
 from verl_engine.contract.errors import ModelError
 from verl_engine.testing.conformance.driver import Driver
 from verl_engine.testing.conformance.reference import load_reference, make_sequences, masked_log_probs
-from verl_engine.testing.ranks import run_ranks
 from verl_fsdp.forward.attention import packed_attention
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from verl_engine.batch.sequence import Sequence
+    from verl_engine.testing.rank_pools import OnRanks
 
 TINY: dict[str, Any] = {
     "vocab_size": 32,
@@ -65,10 +65,12 @@ def log_probs(_rank: int, folder: Path, sequences: list[Sequence], packing: bool
 @pytest.mark.dist
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("kind", list(CONFIGS))
-def test_log_probs_equal_those_of_each_sequence_alone(tmp_path: Path, kind: str, packing: bool) -> None:
+def test_log_probs_equal_those_of_each_sequence_alone(
+    tmp_path: Path, kind: str, packing: bool, on_ranks: OnRanks
+) -> None:
     folder = write_model(tmp_path / kind, kind)
     sequences = make_sequences(9)
-    (found,) = run_ranks(log_probs, folder, sequences, packing, world_size=1)
+    (found,) = on_ranks(log_probs, folder, sequences, packing, world_size=1)
     model = load_reference(folder)
     for sequence, part in zip(sequences, found, strict=True):
         torch.testing.assert_close(part, masked_log_probs(model, sequence), rtol=0, atol=5e-6)

@@ -12,11 +12,12 @@ from verl_engine.contract.errors import ConfigError
 from verl_engine.contract.validation import validate
 from verl_engine.testing.conformance.driver import Driver, same
 from verl_engine.testing.conformance.reference import load_reference, make_sequences, masked_log_probs
-from verl_engine.testing.ranks import run_ranks
 from verl_fsdp.config import Fsdp2Config
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from verl_engine.testing.rank_pools import OnRanks
 
 SECTION = {"backend": "fsdp2", "learning_rate": 1e-2, "device": "cpu"}
 
@@ -38,10 +39,10 @@ def log_probs(rank: int, folder: Path, dtype: str) -> dict[str, Any]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_log_probs_equal_those_of_a_training_engine(model_folder: Path, dtype: str) -> None:
+def test_log_probs_equal_those_of_a_training_engine(model_folder: Path, dtype: str, on_ranks: OnRanks) -> None:
     model = load_reference(model_folder)
     num_bytes = sum(entry.numel() for entry in model.parameters()) * (2 if dtype == "bfloat16" else 4)
-    ranks = run_ranks(log_probs, model_folder, dtype)
+    ranks = on_ranks(log_probs, model_folder, dtype)
     for found in ranks:
         assert all(
             torch.equal(mine, right) for mine, right in zip(found["forward_only"], found["training"], strict=True)
@@ -67,8 +68,8 @@ def refusals(rank: int, folder: Path) -> list[str]:
 
 
 @pytest.mark.dist
-def test_training_is_refused(model_folder: Path) -> None:
-    for train, optimizer, adapter in run_ranks(refusals, model_folder):
+def test_training_is_refused(model_folder: Path, on_ranks: OnRanks) -> None:
+    for train, optimizer, adapter in on_ranks(refusals, model_folder):
         assert train == optimizer == "engine.forward_only=true: this engine has no optimizer and cannot train"
         assert adapter == "engine.lora is not set: this engine has no adapter"
 
@@ -105,8 +106,8 @@ def refreshed(rank: int, folder: Path) -> dict[str, bool]:
 
 
 @pytest.mark.dist
-def test_a_reference_policy_is_refreshed_kept_and_restored(model_folder: Path) -> None:
-    for found in run_ranks(refreshed, model_folder):
+def test_a_reference_policy_is_refreshed_kept_and_restored(model_folder: Path, on_ranks: OnRanks) -> None:
+    for found in on_ranks(refreshed, model_folder):
         assert all(found.values()), found
 
 
@@ -122,8 +123,8 @@ def state(rank: int, folder: Path) -> tuple[list[str], bool, bool]:
 
 
 @pytest.mark.dist
-def test_its_state_is_the_model_alone(model_folder: Path) -> None:
-    assert run_ranks(state, model_folder) == [([], True, True)] * 2
+def test_its_state_is_the_model_alone(model_folder: Path, on_ranks: OnRanks) -> None:
+    assert on_ranks(state, model_folder) == [([], True, True)] * 2
 
 
 def test_an_adapter_that_nobody_trains_is_refused() -> None:

@@ -14,26 +14,24 @@ from verl_engine.contract.errors import UnsupportedError
 from verl_engine.engine.checkpoints.store import CheckpointStore
 from verl_engine.testing.conformance.driver import Driver, differences
 from verl_engine.testing.conformance.reference import furthest, make_sequences
-from verl_engine.testing.rank_pool import RankPool
 from verl_engine.testing.tiny_models import write_tiny_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from verl_engine.engine.base import Engine
+    from verl_engine.testing.rank_pool import RankPool
+    from verl_engine.testing.rank_pools import RankPools
 
 pytestmark = pytest.mark.dist
 
 SETTINGS: Final[dict[str, Any]] = {"warmup_steps": 3, "weight_decay": 0.1, "lr_schedule": "constant"}
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[RankPool]:
+@pytest.fixture
+def two_ranks(rank_pools: RankPools) -> RankPool:
     """Two processes."""
-    pool = RankPool(2)
-    yield pool
-    pool.close()
+    return rank_pools.get(2)
 
 
 def build(rank: int, folder: Path, backend: str, **settings: Any) -> Driver:
@@ -109,16 +107,14 @@ def resume_and_step_twice(rank: int, folder: Path, backend: str, where: Path) ->
 @pytest.mark.parametrize(("before", "after"), [("fsdp", "fsdp2"), ("fsdp2", "fsdp")])
 @pytest.mark.parametrize(("num_before", "num_after"), [(2, 1), (1, 2), (2, 3)])
 def test_a_run_goes_on_with_the_other_backend_on_other_ranks(
-    model_folder: Path, tmp_path: Path, before: str, after: str, num_before: int, num_after: int
+    model_folder: Path, tmp_path: Path, before: str, after: str, num_before: int, num_after: int, rank_pools: RankPools
 ) -> None:
-    pool = RankPool(num_before)
+    pool = rank_pools.get(num_before)
     expected = pool.run(save_after_two_steps, model_folder, before, tmp_path / "step")[0]
-    pool.close()
-    pool = RankPool(num_after)
+    pool = rank_pools.get(num_after)
     for found in pool.run(resume_and_step_twice, model_folder, after, tmp_path / "step"):
         _, worst = furthest(found, expected)
         assert worst <= 1e-6
-    pool.close()
 
 
 def copies_resume(rank: int, folder: Path, where: Path) -> str:
@@ -132,10 +128,9 @@ def copies_resume(rank: int, folder: Path, where: Path) -> str:
     return differences(resumed.weights(), driver.weights())
 
 
-def test_a_run_in_several_copies_resumes_bit_for_bit(model_folder: Path, tmp_path: Path) -> None:
-    pool = RankPool(4)
+def test_a_run_in_several_copies_resumes_bit_for_bit(model_folder: Path, tmp_path: Path, rank_pools: RankPools) -> None:
+    pool = rank_pools.get(4)
     assert pool.run(copies_resume, model_folder, tmp_path / "step") == ["none"] * 4
-    pool.close()
 
 
 def resume_other_optimizer(rank: int, folder: Path, where: Path) -> str:

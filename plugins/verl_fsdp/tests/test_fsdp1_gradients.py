@@ -21,16 +21,16 @@ from verl_engine.testing.conformance.reference import (
     relative_error,
     weighted_loss,
 )
-from verl_engine.testing.rank_pool import RankPool
 from verl_engine.testing.tiny_models import tiny_config, write_tiny_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from verl_engine.batch.sequence import Sequence
     from verl_engine.engine.base import TokenOutput
     from verl_engine.engine.train_step import StepReport
+    from verl_engine.testing.rank_pool import RankPool
+    from verl_engine.testing.rank_pools import RankPools
     from verl_fsdp.fsdp1.engine import Fsdp1Engine
 
 pytestmark = pytest.mark.dist
@@ -52,12 +52,10 @@ SETTINGS: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[RankPool]:
+@pytest.fixture
+def two_ranks(rank_pools: RankPools) -> RankPool:
     """Two processes."""
-    pool = RankPool(2)
-    yield pool
-    pool.close()
+    return rank_pools.get(2)
 
 
 def build(rank: int, folder: Path, settings: dict[str, Any], num_ranks: int = 2) -> tuple[Driver, Fsdp1Engine]:
@@ -96,21 +94,20 @@ def test_gradient_and_norm_are_those_of_one_process(model_folder: Path, two_rank
 
 
 @pytest.mark.slow
-def test_compiled_blocks_give_the_gradient_of_one_process(model_folder: Path) -> None:
-    pool = RankPool(2)
+def test_compiled_blocks_give_the_gradient_of_one_process(model_folder: Path, rank_pools: RankPools) -> None:
+    pool = rank_pools.get(2)
     settings = {"compile": True, "compile_backend": "eager", "activation_checkpointing": True}
     for error, norm_error in pool.run(gradient_error, model_folder, settings, timeout_s=280.0):
         assert (error <= 2e-6, norm_error <= 2e-6) == (True, True), (error, norm_error)
-    pool.close()
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @pytest.mark.parametrize("gradient_sync", ["last_micro_batch", "every_micro_batch"])
 def test_gradient_and_norm_are_right_in_several_copies(
-    model_folder: Path, gradient_sync: str, reshard_after_forward: bool
+    model_folder: Path, gradient_sync: str, reshard_after_forward: bool, rank_pools: RankPools
 ) -> None:
     """The norm counts each entry once: over the ranks of a copy, not over the copies."""
-    pool = RankPool(4)
+    pool = rank_pools.get(4)
     settings = {
         "shard_ranks": 2,
         "gradient_sync": gradient_sync,
@@ -118,7 +115,6 @@ def test_gradient_and_norm_are_right_in_several_copies(
     }
     for error, norm_error in pool.run(gradient_error, model_folder, settings, 4):
         assert (error <= 2e-6, norm_error <= 2e-6) == (True, True), (error, norm_error)
-    pool.close()
 
 
 @pytest.mark.parametrize("kind", ["tied", "experts"])
@@ -164,14 +160,13 @@ def accumulated_and_summed(rank: int, folder: Path, settings: dict[str, Any], nu
 @pytest.mark.parametrize("shard_ranks", [None, 1])
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16", "float16"])
 def test_accumulation_is_in_float32_whatever_the_model_computes_in(
-    model_folder: Path, param_dtype: str, shard_ranks: int | None, num_ranks: int
+    model_folder: Path, param_dtype: str, shard_ranks: int | None, num_ranks: int, rank_pools: RankPools
 ) -> None:
     """In bfloat16 it would be off by 1e-2: FSDP1 does so where gradients are not reduced each time."""
-    pool = RankPool(num_ranks)
+    pool = rank_pools.get(num_ranks)
     settings = {"param_dtype": param_dtype, "shard_ranks": shard_ranks}
     for error in pool.run(accumulated_and_summed, model_folder, settings, num_ranks):
         assert error <= 2e-6
-    pool.close()
 
 
 def reductions(rank: int, folder: Path, settings: dict[str, Any]) -> list[int]:

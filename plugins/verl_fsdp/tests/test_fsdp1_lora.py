@@ -14,13 +14,13 @@ from verl_engine.engine.base import WeightShard
 from verl_engine.engine.weights.shards import assemble_weights
 from verl_engine.testing.conformance.driver import Driver, same
 from verl_engine.testing.conformance.reference import make_sequences, relative_error
-from verl_engine.testing.rank_pool import RankPool
 from verl_engine.testing.tiny_models import write_tiny_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
+    from verl_engine.testing.rank_pool import RankPool
+    from verl_engine.testing.rank_pools import RankPools
     from verl_fsdp.engine import ShardedEngine
     from verl_fsdp.fsdp1.engine import Fsdp1Engine
 
@@ -29,12 +29,10 @@ pytestmark = pytest.mark.dist
 LORA: Final = {"rank": 4, "alpha": 8.0}
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[RankPool]:
+@pytest.fixture
+def two_ranks(rank_pools: RankPools) -> RankPool:
     """Two processes."""
-    pool = RankPool(2)
-    yield pool
-    pool.close()
+    return rank_pools.get(2)
 
 
 def build(rank: int, folder: Path, **settings: Any) -> Driver:

@@ -11,24 +11,22 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from verl_engine.testing.conformance.driver import Driver
 from verl_engine.testing.conformance.reference import load_reference, make_sequences
-from verl_engine.testing.rank_pool import RankPool
 from verl_engine.testing.tiny_models import write_tiny_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
+    from verl_engine.testing.rank_pool import RankPool
+    from verl_engine.testing.rank_pools import RankPools
     from verl_fsdp.fsdp1.engine import Fsdp1Engine
 
 pytestmark = pytest.mark.dist
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[RankPool]:
+@pytest.fixture
+def two_ranks(rank_pools: RankPools) -> RankPool:
     """Two processes."""
-    pool = RankPool(2)
-    yield pool
-    pool.close()
+    return rank_pools.get(2)
 
 
 def build(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[Driver, Fsdp1Engine]:
@@ -62,14 +60,13 @@ def strategies(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[set[s
     ],
 )
 def test_what_is_configured_is_what_is_done(
-    model_folder: Path, num_ranks: int, settings: dict[str, Any], expected: str, share: float
+    model_folder: Path, num_ranks: int, settings: dict[str, Any], expected: str, share: float, rank_pools: RankPools
 ) -> None:
-    pool = RankPool(num_ranks)
+    pool = rank_pools.get(num_ranks)
     for found, classes, own in pool.run(strategies, model_folder, settings):
         assert found == {expected}
         assert sorted(classes) == ["Qwen3DecoderLayer", "Qwen3DecoderLayer", "Qwen3ForCausalLM"]
         assert own == pytest.approx(share, rel=0.01)
-    pool.close()
 
 
 def precisions(rank: int, folder: Path, settings: dict[str, Any]) -> dict[str, str]:

@@ -17,16 +17,16 @@ from verl_engine.testing.conformance.reference import (
     relative_error,
     weighted_loss,
 )
-from verl_engine.testing.rank_pool import RankPool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     import torch
 
     from verl_engine.batch.packed import PackedBatch
     from verl_engine.engine.base import TokenOutput
+    from verl_engine.testing.rank_pool import RankPool
+    from verl_engine.testing.rank_pools import RankPools
     from verl_fsdp.fsdp1.engine import Fsdp1Engine
 
 NUM_SEQUENCES: Final = 12
@@ -114,12 +114,10 @@ def nothing_left(engine: Fsdp1Engine) -> None:
     assert all(parameter.grad is None for parameter in engine.parameters.values())
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[int, RankPool]]:
+@pytest.fixture(params=[1, 2])
+def ranks(request: pytest.FixtureRequest, rank_pools: RankPools) -> tuple[int, RankPool]:
     """A number of ranks, and their processes."""
-    pool = RankPool(request.param)
-    yield request.param, pool
-    pool.close()
+    return request.param, rank_pools.get(request.param)
 
 
 @pytest.mark.dist
@@ -133,11 +131,12 @@ def test_an_abandoned_accumulation_leaves_nothing_behind(
 
 
 @pytest.mark.dist
-def test_an_abandoned_accumulation_leaves_nothing_behind_in_several_copies(model_folder: Path) -> None:
-    pool = RankPool(4)
+def test_an_abandoned_accumulation_leaves_nothing_behind_in_several_copies(
+    model_folder: Path, rank_pools: RankPools
+) -> None:
+    pool = rank_pools.get(4)
     for errors in pool.run(errors_after_abandoning, model_folder, 4, {"shard_ranks": 2}):
         assert {case: error for case, error in errors.items() if error > 2e-6} == {}
-    pool.close()
 
 
 def run_after_failed_inference(rank: int, folder: Path, setting: dict[str, Any]) -> tuple[float, float]:
@@ -162,10 +161,11 @@ def run_after_failed_inference(rank: int, folder: Path, setting: dict[str, Any])
 
 @pytest.mark.dist
 @pytest.mark.parametrize("setting", list(SETTINGS))
-def test_after_an_inference_that_failed_the_model_runs_again(model_folder: Path, setting: str) -> None:
+def test_after_an_inference_that_failed_the_model_runs_again(
+    model_folder: Path, setting: str, rank_pools: RankPools
+) -> None:
     """Nobody calls zero_grad after one; FSDP1 took the weights for gathered, and every later forward failed."""
-    pool = RankPool(2)
+    pool = rank_pools.get(2)
     for change, error in pool.run(run_after_failed_inference, model_folder, SETTINGS[setting]):
         assert change == 0
         assert error <= 2e-6
-    pool.close()

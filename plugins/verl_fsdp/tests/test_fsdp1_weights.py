@@ -14,24 +14,22 @@ from verl_engine.engine.base import WeightShard, WeightSpec
 from verl_engine.engine.weights.shards import assemble_weights
 from verl_engine.testing.conformance.driver import Driver, differences, same
 from verl_engine.testing.conformance.reference import load_reference, make_sequences, masked_log_probs
-from verl_engine.testing.rank_pool import RankPool
 from verl_engine.testing.tiny_models import write_tiny_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
+    from verl_engine.testing.rank_pool import RankPool
+    from verl_engine.testing.rank_pools import RankPools
     from verl_fsdp.fsdp1.engine import Fsdp1Engine
 
 pytestmark = pytest.mark.dist
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[RankPool]:
+@pytest.fixture
+def two_ranks(rank_pools: RankPools) -> RankPool:
     """Two processes."""
-    pool = RankPool(2)
-    yield pool
-    pool.close()
+    return rank_pools.get(2)
 
 
 def build(rank: int, folder: Path, num_ranks: int = 2, **settings: Any) -> tuple[Driver, Fsdp1Engine]:
@@ -173,11 +171,12 @@ def moved(shard: WeightShard) -> WeightShard:
 @pytest.mark.parametrize(
     ("num_ranks", "settings"), [(1, {}), (2, {}), (3, {"param_dtype": "bfloat16"}), (4, {"shard_ranks": 2})]
 )
-def test_the_ranks_pieces_make_up_each_weight(model_folder: Path, num_ranks: int, settings: dict[str, Any]) -> None:
+def test_the_ranks_pieces_make_up_each_weight(
+    model_folder: Path, num_ranks: int, settings: dict[str, Any], rank_pools: RankPools
+) -> None:
     """Cut anywhere, in the middle of rows too, and empty on some ranks."""
-    pool = RankPool(num_ranks)
+    pool = rank_pools.get(num_ranks)
     answers = pool.run(take_pieces, model_folder, settings)
-    pool.close()
     specs = [_spec(name, tensor) for name, tensor in answers[0][1].items()]
     whole = dict(assemble_weights(specs, [piece for pieces, _ in answers for piece in pieces]))
     assert list(whole) == [piece.name for piece in answers[0][0]]

@@ -17,15 +17,15 @@ from verl_engine.testing.conformance.reference import (
     relative_error,
     weighted_loss,
 )
-from verl_engine.testing.rank_pool import RankPool
 from verl_fsdp.fsdp2.gradient_sync import fsdp_modules
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from verl_engine.batch.packed import PackedBatch
     from verl_engine.engine.base import TokenOutput
+    from verl_engine.testing.rank_pool import RankPool
+    from verl_engine.testing.rank_pools import RankPools
     from verl_fsdp.fsdp2.engine import Fsdp2Engine
     from verl_fsdp.update.held_gradients import SyncChoice
 
@@ -43,11 +43,9 @@ MODES: Final[dict[str, dict[str, Any]]] = {
 FLOAT32: Final = [name for name in MODES if "bf16" not in name]
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
+@pytest.fixture
+def two_ranks(rank_pools: RankPools) -> RankPool:
+    return rank_pools.get(2)
 
 
 def build(rank: int, folder: Path, settings: dict[str, Any], world_size: int = 2) -> Driver:
@@ -194,14 +192,11 @@ def settings_after_steps(rank: int, folder: Path, keep: bool, reshard_after_forw
     return before
 
 
-def test_resharding_to_a_part_of_the_ranks_is_put_back(model_folder: Path) -> None:
-    pool = RankPool(4)
-    try:
-        for reshard_after_forward in (True, False, 2):
-            plain = pool.run(settings_after_steps, model_folder, False, reshard_after_forward)
-            assert pool.run(settings_after_steps, model_folder, True, reshard_after_forward) == plain
-    finally:
-        pool.close()
+def test_resharding_to_a_part_of_the_ranks_is_put_back(model_folder: Path, rank_pools: RankPools) -> None:
+    pool = rank_pools.get(4)
+    for reshard_after_forward in (True, False, 2):
+        plain = pool.run(settings_after_steps, model_folder, False, reshard_after_forward)
+        assert pool.run(settings_after_steps, model_folder, True, reshard_after_forward) == plain
 
 
 def evaluate_between_steps(rank: int, folder: Path, settings: dict[str, Any]) -> None:
@@ -318,12 +313,9 @@ def test_after_an_abandoned_accumulation_the_next_gradient_is_a_fresh_engines(
     two_ranks.run(gradients_after_interruptions, model_folder, MODES[mode], 2)
 
 
-def test_abandoned_accumulations_of_a_model_with_several_copies(model_folder: Path) -> None:
-    pool = RankPool(4)
-    try:
-        pool.run(gradients_after_interruptions, model_folder, {"shard_ranks": 2, "keep_unsharded": True}, 4)
-    finally:
-        pool.close()
+def test_abandoned_accumulations_of_a_model_with_several_copies(model_folder: Path, rank_pools: RankPools) -> None:
+    pool = rank_pools.get(4)
+    pool.run(gradients_after_interruptions, model_folder, {"shard_ranks": 2, "keep_unsharded": True}, 4)
 
 
 # A gradient that is not finite

@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from verl_engine.testing.ranks import run_ranks
 from verl_fsdp.update.grad_norm import clip_gradients, grad_norm, sum_replicated_gradients
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from verl_engine.testing.rank_pools import OnRanks
 
 
 def norm_and_clipped(rank: int) -> tuple[float, list[float]]:
@@ -28,8 +29,8 @@ def norm_and_clipped(rank: int) -> tuple[float, list[float]]:
 
 
 @pytest.mark.dist
-def test_a_rank_with_empty_shards_has_part_in_the_norm() -> None:
-    (norm, clipped), (norm_of_other, clipped_of_other) = run_ranks(norm_and_clipped)
+def test_a_rank_with_empty_shards_has_part_in_the_norm(on_ranks: OnRanks) -> None:
+    (norm, clipped), (norm_of_other, clipped_of_other) = on_ranks(norm_and_clipped)
     assert norm == norm_of_other == 5.0
     assert clipped == pytest.approx([0.6, 0.8])
     assert clipped_of_other == []
@@ -40,8 +41,8 @@ def norm_of_nothing(_rank: int) -> float:
 
 
 @pytest.mark.dist
-def test_without_any_gradient_the_norm_is_zero() -> None:
-    assert run_ranks(norm_of_nothing, world_size=1) == [0.0]
+def test_without_any_gradient_the_norm_is_zero(on_ranks: OnRanks) -> None:
+    assert on_ranks(norm_of_nothing, world_size=1) == [0.0]
 
 
 def whole_gradients() -> dict[str, torch.Tensor]:
@@ -100,12 +101,14 @@ def mixed_meshes(
 
 @pytest.mark.dist
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_norm_and_clipping_over_mixed_meshes_are_those_of_the_whole_gradient(world_size: int) -> None:
+def test_norm_and_clipping_over_mixed_meshes_are_those_of_the_whole_gradient(
+    world_size: int, on_ranks: OnRanks
+) -> None:
     parameters = {name: torch.nn.Parameter(torch.zeros_like(value)) for name, value in whole_gradients().items()}
     for name, gradient in whole_gradients().items():
         parameters[name].grad = gradient
     expected = float(torch.nn.utils.clip_grad_norm_(parameters.values(), 2.5))
-    results = run_ranks(mixed_meshes, world_size, 2.5, world_size=world_size)
+    results = on_ranks(mixed_meshes, world_size, 2.5, world_size=world_size)
     assert len({norm for norm, _ in results}) == 1, "every rank has the same to the last bit"
     for norm, clipped in results:
         assert norm == pytest.approx(expected, rel=1e-6)
@@ -115,8 +118,10 @@ def test_norm_and_clipping_over_mixed_meshes_are_those_of_the_whole_gradient(wor
 
 @pytest.mark.dist
 @pytest.mark.parametrize("poison", ["rows", "plain"])
-def test_what_is_not_finite_on_one_rank_shows_on_all_and_clipping_writes_nothing(poison: str) -> None:
-    for norm, after in run_ranks(mixed_meshes, 2, 2.5, poison):
+def test_what_is_not_finite_on_one_rank_shows_on_all_and_clipping_writes_nothing(
+    poison: str, on_ranks: OnRanks
+) -> None:
+    for norm, after in on_ranks(mixed_meshes, 2, 2.5, poison):
         assert norm == float("inf")
         for name, gradient in whole_gradients().items():
             assert not after[name].isnan().any()
@@ -144,9 +149,9 @@ def norm_of_16_bits(_rank: int) -> float:
 
 
 @pytest.mark.dist
-def test_squares_of_16_bit_gradients_are_added_in_float32() -> None:
+def test_squares_of_16_bit_gradients_are_added_in_float32(on_ranks: OnRanks) -> None:
     # The square root of 1000 is 31.62; in bfloat16 it would be 31.625.
-    assert run_ranks(norm_of_16_bits, world_size=1) == [pytest.approx(1000**0.5, rel=1e-6)]
+    assert on_ranks(norm_of_16_bits, world_size=1) == [pytest.approx(1000**0.5, rel=1e-6)]
 
 
 def scores(query_norm: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
@@ -172,12 +177,12 @@ def with_heads_split(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.dist
-def test_a_norm_that_is_replicated_over_split_heads_needs_the_sum_over_them() -> None:
+def test_a_norm_that_is_replicated_over_split_heads_needs_the_sum_over_them(on_ranks: OnRanks) -> None:
     torch.manual_seed(1)
     weight = torch.nn.Parameter(torch.linspace(0.5, 1.5, 8))
     scores(weight, torch.randn(4, 3, 8)).backward()
     assert weight.grad is not None
-    (before, after), (before_of_other, after_of_other) = run_ranks(with_heads_split)
+    (before, after), (before_of_other, after_of_other) = on_ranks(with_heads_split)
     torch.testing.assert_close(after, weight.grad)
     assert torch.equal(after, after_of_other)
     assert not torch.allclose(before, weight.grad, rtol=0.1), "each rank alone has the gradient of its own heads"

@@ -16,7 +16,6 @@ from verl_engine.testing.conformance.driver import Driver
 from verl_engine.testing.conformance.log_probs import sequence_entropy
 from verl_engine.testing.conformance.reference import load_reference, make_sequences, masked_log_probs
 from verl_engine.testing.largest_tensor import LargestTensor
-from verl_engine.testing.ranks import run_ranks
 from verl_engine.testing.tiny_models import tiny_config, write_tiny_model
 from verl_fsdp.config import Fsdp2Config
 from verl_fsdp.forward.head import LanguageHead
@@ -25,6 +24,8 @@ from verl_fsdp.forward.output_layer import ending_of, forward_of
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from verl_engine.testing.rank_pools import OnRanks
 
 TINY = tiny_config()
 OPT: dict[str, Any] = {"word_embed_proj_dim": 32, "ffn_dim": 64, "do_layer_norm_before": True}
@@ -170,10 +171,12 @@ def write_model(folder: Path, kind: str) -> Path:
     ("kind", "packing"),
     [("bias", True), ("gemma2", True), ("gemma2", False), ("cohere", True), ("granite", True), ("opt", False)],
 )
-def test_log_probs_and_entropy_are_right_however_the_model_ends(tmp_path: Path, kind: str, packing: bool) -> None:
+def test_log_probs_and_entropy_are_right_however_the_model_ends(
+    tmp_path: Path, kind: str, packing: bool, on_ranks: OnRanks
+) -> None:
     folder = write_model(tmp_path / kind, kind)
     settings = {"packing": packing, "logit_chunk": 3}
-    ((log_probs, entropies),) = run_ranks(figures, folder, settings, 0.7, world_size=1)
+    ((log_probs, entropies),) = on_ranks(figures, folder, settings, 0.7, world_size=1)
     model = load_reference(folder)
     for sequence, log_prob, entropy in zip(make_sequences(9), log_probs, entropies, strict=True):
         torch.testing.assert_close(log_prob, masked_log_probs(model, sequence, 0.7), rtol=1e-5, atol=1e-5)
@@ -183,9 +186,9 @@ def test_log_probs_and_entropy_are_right_however_the_model_ends(tmp_path: Path, 
 
 
 @pytest.mark.dist
-def test_in_bfloat16_log_probs_are_as_near_as_bfloat16_allows(tmp_path: Path) -> None:
+def test_in_bfloat16_log_probs_are_as_near_as_bfloat16_allows(tmp_path: Path, on_ranks: OnRanks) -> None:
     folder = write_model(tmp_path / "qwen3", "qwen3")
-    ((log_probs, _),) = run_ranks(figures, folder, {"param_dtype": "bfloat16"}, 1.0, world_size=1)
+    ((log_probs, _),) = on_ranks(figures, folder, {"param_dtype": "bfloat16"}, 1.0, world_size=1)
     model = load_reference(folder)
     worst = max(
         float((found - masked_log_probs(model, sequence)).abs().max())
@@ -210,10 +213,10 @@ def largest_tensor(_rank: int, folder: Path, backend: str) -> tuple[int, int]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("backend", ["fsdp2", "fsdp"])
-def test_the_logits_of_all_tokens_never_exist(tmp_path: Path, backend: str) -> None:
+def test_the_logits_of_all_tokens_never_exist(tmp_path: Path, backend: str, on_ranks: OnRanks) -> None:
     vocabulary = 3000
     folder = write_tiny_model(tmp_path / "wide", vocab_size=vocabulary)
-    ((largest, num_tokens),) = run_ranks(largest_tensor, folder, backend, world_size=1)
+    ((largest, num_tokens),) = on_ranks(largest_tensor, folder, backend, world_size=1)
     assert num_tokens > 500
     assert largest < num_tokens * vocabulary / 4  # all weights together, in FSDP1's flat form, are the largest
 

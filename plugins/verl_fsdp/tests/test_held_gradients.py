@@ -10,21 +10,19 @@ import pytest
 import torch
 
 from verl_engine.contract.validation import validate
-from verl_engine.testing.rank_pool import RankPool
 from verl_fsdp.config import Fsdp2Config
 from verl_fsdp.update.held_gradients import SyncChoice, choose_sync
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from verl_engine.testing.rank_pool import RankPool
+    from verl_engine.testing.rank_pools import RankPools
 
 pytestmark = pytest.mark.dist
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
+@pytest.fixture
+def two_ranks(rank_pools: RankPools) -> RankPool:
+    return rank_pools.get(2)
 
 
 def choose(

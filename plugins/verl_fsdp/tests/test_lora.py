@@ -30,11 +30,12 @@ from verl_engine.testing.conformance.reference import (
     masked_log_probs,
     relative_error,
 )
-from verl_engine.testing.ranks import run_ranks
 from verl_fsdp.model import lora
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from verl_engine.testing.rank_pools import OnRanks, RankPools
 
 ADAPTER = {"rank": 4, "alpha": 8.0}
 SECTION = {"backend": "fsdp2", "learning_rate": 1e-2, "device": "cpu", "lora": ADAPTER}
@@ -86,10 +87,12 @@ def everything(rank: int, folder: Path, out: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def run(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+def run(
+    model_folder: Path, tmp_path_factory: pytest.TempPathFactory, rank_pools: RankPools
+) -> tuple[list[dict[str, Any]], Path]:
     """What two ranks found, and the folder they wrote to."""
     out = tmp_path_factory.mktemp("lora")
-    return run_ranks(everything, model_folder, out), out
+    return rank_pools.run(everything, model_folder, out), out
 
 
 @pytest.mark.dist
@@ -150,10 +153,10 @@ def test_peft_loads_a_saved_adapter(run: tuple[list[dict[str, Any]], Path], mode
 
 @pytest.mark.dist
 def test_without_its_adapter_the_model_is_the_base_policy(
-    run: tuple[list[dict[str, Any]], Path], model_folder: Path
+    run: tuple[list[dict[str, Any]], Path], model_folder: Path, on_ranks: OnRanks
 ) -> None:
     """Bit for bit what a forward-only engine of the base folder says; nested, and through the worker."""
-    reference = run_ranks(base_log_probs, model_folder)
+    reference = on_ranks(base_log_probs, model_folder)
     for found, expected in zip(run[0], reference, strict=True):
         for way in ("inside", "reference"):
             assert all(torch.equal(mine, right) for mine, right in zip(found[way], expected, strict=True))
@@ -205,13 +208,15 @@ def start_from(model: Any, seed: int) -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("settings", [{}, {"gradient_sync": "every_micro_batch"}], ids=["last", "every"])
-def test_gradients_are_those_of_peft_in_one_process(model_folder: Path, settings: dict[str, Any]) -> None:
+def test_gradients_are_those_of_peft_in_one_process(
+    model_folder: Path, settings: dict[str, Any], on_ranks: OnRanks
+) -> None:
     model = load_reference(model_folder)
     lora.inject_adapters(model, LoraConfig(rank=4, alpha=8.0), seed=0)
     start_from(model, seed=3)
     accumulate(model, make_sequences(8))
     expected = {name: entry.grad for name, entry in model.named_parameters() if entry.grad is not None}
-    for found in run_ranks(gradients, model_folder, settings):
+    for found in on_ranks(gradients, model_folder, settings):
         assert found.keys() == expected.keys()
         assert relative_error(found, expected) <= 1e-5
 
@@ -286,8 +291,8 @@ def import_refused(rank: int, folder: Path) -> list[str]:
 
 
 @pytest.mark.dist
-def test_merged_weights_are_not_taken_for_an_adapters(model_folder: Path) -> None:
-    for full, shards, disable, save in run_ranks(import_refused, model_folder):
+def test_merged_weights_are_not_taken_for_an_adapters(model_folder: Path, on_ranks: OnRanks) -> None:
+    for full, shards, disable, save in on_ranks(import_refused, model_folder):
         assert full == shards
         assert full.startswith("engine.lora: whole weights cannot be told apart")
         assert disable == save == "engine.lora is not set: this engine has no adapter"
@@ -307,10 +312,12 @@ def resumed(rank: int, folder: Path, out: Path) -> tuple[bool, bool, set[str]]:
 
 
 @pytest.mark.dist
-def test_an_adapter_resumes_from_a_checkpoint_under_the_names_of_peft(model_folder: Path, tmp_path: Path) -> None:
+def test_an_adapter_resumes_from_a_checkpoint_under_the_names_of_peft(
+    model_folder: Path, tmp_path: Path, on_ranks: OnRanks
+) -> None:
     model = load_reference(model_folder)
     lora.inject_adapters(model, LoraConfig(rank=4, alpha=8.0), 0)
-    for is_there, goes_on, names in run_ranks(resumed, model_folder, tmp_path):
+    for is_there, goes_on, names in on_ranks(resumed, model_folder, tmp_path):
         assert is_there
         assert goes_on
         assert names == {name for name, _ in model.named_parameters()}
@@ -327,8 +334,8 @@ def after_exception(rank: int, folder: Path) -> bool:
 
 
 @pytest.mark.dist
-def test_the_adapter_is_back_after_an_exception(model_folder: Path) -> None:
-    assert run_ranks(after_exception, model_folder) == [True, True]
+def test_the_adapter_is_back_after_an_exception(model_folder: Path, on_ranks: OnRanks) -> None:
+    assert on_ranks(after_exception, model_folder) == [True, True]
 
 
 def value_head(rank: int, folder: Path, out: Path) -> tuple[list[str], float]:
@@ -348,8 +355,10 @@ def squared_values(output: Any, batch: Any) -> tuple[torch.Tensor, dict[str, tor
 
 
 @pytest.mark.dist
-def test_a_value_head_is_trained_whole_beside_the_adapter(model_folder: Path, tmp_path: Path) -> None:
-    for trained, change in run_ranks(value_head, model_folder, tmp_path):
+def test_a_value_head_is_trained_whole_beside_the_adapter(
+    model_folder: Path, tmp_path: Path, on_ranks: OnRanks
+) -> None:
+    for trained, change in on_ranks(value_head, model_folder, tmp_path):
         assert all(name.startswith("score.") for name in trained)
         assert "score.weight" in trained
         assert change > 0

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch.distributed as dist
 
 from verl_engine.contract.errors import ConfigError
-from verl_engine.testing.ranks import run_ranks
 from verl_fsdp.config import Fsdp2Config
 from verl_fsdp.mesh import build_meshes
+
+if TYPE_CHECKING:
+    from verl_engine.testing.rank_pools import OnRanks
 
 
 def config(**settings: Any) -> Fsdp2Config:
@@ -38,8 +40,8 @@ def places(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.dist
-def test_four_ranks_are_divided_as_configured() -> None:
-    found = run_ranks(places, world_size=4)
+def test_four_ranks_are_divided_as_configured(on_ranks: OnRanks) -> None:
+    found = on_ranks(places, world_size=4)
     assert [place["alone"] for place in found] == [(("shard",), (rank,), rank) for rank in range(4)]
     # Neighbours share a copy: they are on one machine, where gathering is fast.
     axes = ("replicate", "shard")

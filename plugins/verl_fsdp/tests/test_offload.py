@@ -16,11 +16,12 @@ from verl_engine.engine.checkpoints.store import CheckpointStore
 from verl_engine.engine.offload import Offload
 from verl_engine.testing.conformance.driver import Driver, differences
 from verl_engine.testing.conformance.reference import make_sequences, masked_log_probs, weighted_loss
-from verl_engine.testing.rank_pool import RankPool
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from verl_engine.testing.rank_pool import RankPool
+    from verl_engine.testing.rank_pools import RankPools
     from verl_fsdp.fsdp2.engine import Fsdp2Engine
 
 MOVED_MIDWAY: Final = [{}, {"param_dtype": "bfloat16"}, {"gradient_sync": "every_micro_batch"}]
@@ -321,12 +322,9 @@ def moved_on_gpu(rank: int, folder: Path) -> None:
 @pytest.mark.dist
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU: nothing is moved between devices without one")
-def test_moving_frees_the_gpu_and_training_goes_on_bit_for_bit(model_folder: Path) -> None:
-    pool = RankPool(1, device="cuda")
-    try:
-        pool.run(moved_on_gpu, model_folder)
-    finally:
-        pool.close()
+def test_moving_frees_the_gpu_and_training_goes_on_bit_for_bit(model_folder: Path, rank_pools: RankPools) -> None:
+    pool = rank_pools.get(1, device="cuda")
+    pool.run(moved_on_gpu, model_folder)
 
 
 def offloaded_on_gpu(rank: int, folder: Path) -> None:
@@ -345,9 +343,6 @@ def offloaded_on_gpu(rank: int, folder: Path) -> None:
 @pytest.mark.dist
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU: cpu_offload keeps nothing apart without one")
-def test_cpu_offload_keeps_shards_pinned_on_the_cpu_beside_a_gpu(model_folder: Path) -> None:
-    pool = RankPool(1, device="cuda")
-    try:
-        pool.run(offloaded_on_gpu, model_folder)
-    finally:
-        pool.close()
+def test_cpu_offload_keeps_shards_pinned_on_the_cpu_beside_a_gpu(model_folder: Path, rank_pools: RankPools) -> None:
+    pool = rank_pools.get(1, device="cuda")
+    pool.run(offloaded_on_gpu, model_folder)

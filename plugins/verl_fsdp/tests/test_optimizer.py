@@ -15,13 +15,14 @@ from verl_engine.contract.validation import validate
 from verl_engine.engine.device import Device
 from verl_engine.testing.conformance.driver import Driver
 from verl_engine.testing.conformance.reference import accumulate, load_reference, make_sequences
-from verl_engine.testing.ranks import run_ranks
 from verl_fsdp.config import Fsdp2Config
 from verl_fsdp.update.optimizer import build_optimizer, find_class, parameter_groups, require_entrywise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
+
+    from verl_engine.testing.rank_pools import OnRanks
 
 
 class SignDescent(torch.optim.Optimizer):
@@ -195,8 +196,8 @@ def step_on_two_meshes(_rank: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.dist
-def test_parameters_of_several_meshes_step_together() -> None:
-    for rows, alone, plain in run_ranks(step_on_two_meshes):
+def test_parameters_of_several_meshes_step_together(on_ranks: OnRanks) -> None:
+    for rows, alone, plain in on_ranks(step_on_two_meshes):
         torch.testing.assert_close(rows, torch.arange(8.0).view(4, 2) - 0.1)
         assert torch.equal(rows, plain)
         assert torch.equal(alone, plain)
@@ -257,9 +258,11 @@ def reference_weights(folder: Path, settings: dict[str, Any]) -> dict[str, torch
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", SECTIONS)
-def test_training_equals_that_of_a_plain_model_with_the_same_optimizer(model_folder: Path, name: str) -> None:
+def test_training_equals_that_of_a_plain_model_with_the_same_optimizer(
+    model_folder: Path, name: str, on_ranks: OnRanks
+) -> None:
     expected = reference_weights(model_folder, SECTIONS[name])
-    for found, rates in run_ranks(train_on_rank, model_folder, SECTIONS[name]):
+    for found, rates in on_ranks(train_on_rank, model_folder, SECTIONS[name]):
         assert rates == pytest.approx([0.01 * rate for rate in RATES]), "the engine's rate, whatever its groups have"
         assert found.keys() == expected.keys()
         for key, tensor in expected.items():
@@ -270,8 +273,8 @@ def test_training_equals_that_of_a_plain_model_with_the_same_optimizer(model_fol
 
 
 @pytest.mark.dist
-def test_a_rate_of_zero_keeps_the_embedding(model_folder: Path) -> None:
+def test_a_rate_of_zero_keeps_the_embedding(model_folder: Path, on_ranks: OnRanks) -> None:
     before = dict(load_reference(model_folder).named_parameters())
-    (found, _), _ = run_ranks(train_on_rank, model_folder, SECTIONS["groups"])
+    (found, _), _ = on_ranks(train_on_rank, model_folder, SECTIONS["groups"])
     assert torch.equal(found["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
     assert not torch.equal(found["lm_head.weight"], before["lm_head.weight"])

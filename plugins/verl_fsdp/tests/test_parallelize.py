@@ -18,35 +18,31 @@ from verl_engine.testing.conformance.reference import (
     relative_error,
     weighted_loss,
 )
-from verl_engine.testing.rank_pool import RankPool
 from verl_engine.testing.tiny_models import tiny_config
 from verl_fsdp.config import Fsdp2Config
 from verl_fsdp.model import compiled
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
+    from verl_engine.testing.rank_pool import RankPool
+    from verl_engine.testing.rank_pools import RankPools
     from verl_fsdp.fsdp2.engine import Fsdp2Engine
 
 TOLERANCE: Final = 2e-6
 NUM_SEQUENCES: Final = 12
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one_rank", "two_ranks"])
-def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+@pytest.fixture(params=[1, 2], ids=["one_rank", "two_ranks"])
+def ranks(request: pytest.FixtureRequest, rank_pools: RankPools) -> RankPool:
     """Processes that stay."""
-    pool = RankPool(request.param)
-    yield pool
-    pool.close()
+    return rank_pools.get(request.param)
 
 
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[RankPool]:
+@pytest.fixture
+def four_ranks(rank_pools: RankPools) -> RankPool:
     """As many as two copies of two shards take."""
-    pool = RankPool(4)
-    yield pool
-    pool.close()
+    return rank_pools.get(4)
 
 
 def build(rank: int, folder: Path, world_size: int, **settings: Any) -> tuple[Driver, Fsdp2Engine]:

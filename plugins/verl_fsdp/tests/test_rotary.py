@@ -11,12 +11,13 @@ import transformers
 from verl_engine.contract.errors import ModelError
 from verl_engine.testing.conformance.driver import Driver
 from verl_engine.testing.conformance.reference import load_reference, make_sequences, masked_log_probs
-from verl_engine.testing.ranks import run_ranks
 from verl_engine.testing.tiny_models import tiny_config
 from verl_fsdp.model.rotary import rotary_limit
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from verl_engine.testing.rank_pools import OnRanks
 
 LIMIT: Final = 8
 
@@ -61,11 +62,13 @@ def infer(rank: int, folder: Path, lengths: range, settings: dict[str, Any]) -> 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("settings", [{}, {"packing": False}, {"sequence_parallel_size": 2}])
-def test_a_sequence_that_would_change_those_beside_it_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_a_sequence_that_would_change_those_beside_it_is_refused(
+    tmp_path: Path, settings: dict[str, Any], on_ranks: OnRanks
+) -> None:
     build("longrope").save_pretrained(tmp_path)
-    found = run_ranks(infer, tmp_path, range(LIMIT + 1), settings)
+    found = on_ranks(infer, tmp_path, range(LIMIT + 1), settings)
     plain = load_reference(tmp_path)
     for sequence, log_probs in zip((s for s in make_sequences(32) if len(s) <= LIMIT), found[1], strict=True):
         torch.testing.assert_close(log_probs, masked_log_probs(plain, sequence), rtol=0, atol=5e-6)
     with pytest.raises(AssertionError, match="log-probs would depend on how the batch is divided"):
-        run_ranks(infer, tmp_path, range(LIMIT + 2), settings)
+        on_ranks(infer, tmp_path, range(LIMIT + 2), settings)

@@ -32,10 +32,10 @@ from verl_fsdp.forward.attention import packed_attention
 from verl_fsdp.forward.sequence_parallel import slice_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from verl_engine.testing.conformance.driver import Split
+    from verl_engine.testing.rank_pools import RankPools
     from verl_fsdp.fsdp2.engine import Fsdp2Engine
 
 TOLERANCE: Final = 2e-6
@@ -78,18 +78,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
+@pytest.fixture
+def two_ranks(rank_pools: RankPools) -> RankPool:
+    return rank_pools.get(2)
 
 
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[RankPool]:
-    pool = RankPool(4)
-    yield pool
-    pool.close()
+@pytest.fixture
+def four_ranks(rank_pools: RankPools) -> RankPool:
+    return rank_pools.get(4)
 
 
 def pack(*masks: str) -> PackedBatch:
@@ -369,13 +365,14 @@ def test_a_size_that_does_not_divide_the_ranks_names_the_numbers_that_do() -> No
 
 
 @pytest.mark.dist
-def test_a_size_that_does_not_divide_the_heads_names_the_numbers_that_do(folders: dict[str, Path]) -> None:
-    pool = RankPool(3)
+def test_a_size_that_does_not_divide_the_heads_names_the_numbers_that_do(
+    folders: dict[str, Path], rank_pools: RankPools
+) -> None:
+    pool = rank_pools.get(3)
     with pytest.raises(
         RankError, match=r"ModelError: engine.sequence_parallel_size=3 does not divide the 4 attention heads.*1, 2, 4"
     ):
         pool.run(inferred_by_three, folders["qwen3"])
-    pool.close()
 
 
 def inferred_by_three(rank: int, folder: Path) -> None:

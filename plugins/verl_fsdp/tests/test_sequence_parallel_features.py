@@ -10,14 +10,14 @@ import torch.distributed as dist
 
 from verl_engine.testing.conformance.driver import Driver
 from verl_engine.testing.conformance.reference import make_sequences, weighted_loss
-from verl_engine.testing.rank_pool import RankPool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from verl_engine.batch.packed import PackedBatch
     from verl_engine.engine.base import LossFn, TokenOutput
+    from verl_engine.testing.rank_pool import RankPool
+    from verl_engine.testing.rank_pools import RankPools
 
 LEARNING_RATE: Final = 10.0
 
@@ -47,11 +47,9 @@ CASES: Final[dict[str, tuple[dict[str, Any], LossFn]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
+@pytest.fixture
+def two_ranks(rank_pools: RankPools) -> RankPool:
+    return rank_pools.get(2)
 
 
 def train(

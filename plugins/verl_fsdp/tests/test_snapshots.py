@@ -10,10 +10,11 @@ import torch
 from verl_engine.engine.worker import EngineWorker
 from verl_engine.host.engine_section import validate_engine_section
 from verl_engine.testing.conformance.reference import make_sequences, weighted_loss
-from verl_engine.testing.ranks import run_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from verl_engine.testing.rank_pools import OnRanks
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "fsdp2": {"backend": "fsdp2"},
@@ -86,17 +87,21 @@ def offloaded(rank: int, folder: Path, section: dict[str, Any]) -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", SECTIONS)
-def test_weights_come_back_after_inference_in_between(name: str, model_folder: Path) -> None:
-    run_ranks(after_inference, model_folder, SECTIONS[name])
+def test_weights_come_back_after_inference_in_between(name: str, model_folder: Path, on_ranks: OnRanks) -> None:
+    on_ranks(after_inference, model_folder, SECTIONS[name])
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", ["fsdp2", "fsdp"])
-def test_log_probs_of_an_older_policy_are_bit_for_bit_what_they_were(name: str, model_folder: Path) -> None:
-    run_ranks(old_policy, model_folder, SECTIONS[name])
+def test_log_probs_of_an_older_policy_are_bit_for_bit_what_they_were(
+    name: str, model_folder: Path, on_ranks: OnRanks
+) -> None:
+    on_ranks(old_policy, model_folder, SECTIONS[name])
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", ["fsdp2", "fsdp"])
-def test_what_is_saved_while_offloaded_is_no_alias_of_the_weights(name: str, model_folder: Path) -> None:
-    run_ranks(offloaded, model_folder, SECTIONS[name])
+def test_what_is_saved_while_offloaded_is_no_alias_of_the_weights(
+    name: str, model_folder: Path, on_ranks: OnRanks
+) -> None:
+    on_ranks(offloaded, model_folder, SECTIONS[name])

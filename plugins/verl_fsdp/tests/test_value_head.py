@@ -15,13 +15,14 @@ from verl_engine.contract.validation import validate
 from verl_engine.testing.conformance.driver import Driver
 from verl_engine.testing.conformance.reference import make_sequences
 from verl_engine.testing.conformance.values import sequence_values
-from verl_engine.testing.ranks import run_ranks
 from verl_engine.testing.tiny_models import tiny_config, write_tiny_critic
 from verl_fsdp.config import Fsdp2Config
 from verl_fsdp.model.loading import load_model
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from verl_engine.testing.rank_pools import OnRanks
 
 CRITIC = Fsdp2Config(learning_rate=1e-3, head="value")
 
@@ -123,9 +124,11 @@ def values(_rank: int, folder: Path, settings: dict[str, Any]) -> list[torch.Ten
 @pytest.mark.dist
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("backend", ["fsdp2", "fsdp"])
-def test_values_of_a_micro_batch_are_those_of_each_sequence_alone(tmp_path: Path, backend: str, packing: bool) -> None:
+def test_values_of_a_micro_batch_are_those_of_each_sequence_alone(
+    tmp_path: Path, backend: str, packing: bool, on_ranks: OnRanks
+) -> None:
     folder = write_tiny_critic(tmp_path / "critic")
-    (found,) = run_ranks(values, folder, {"backend": backend, "packing": packing}, world_size=1)
+    (found,) = on_ranks(values, folder, {"backend": backend, "packing": packing}, world_size=1)
     model = transformers.AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float32)
     for sequence, part in zip(make_sequences(9), found, strict=True):
         with torch.no_grad():

@@ -18,7 +18,6 @@ from verl_engine.engine.weights.bucket import plan_buckets, read_bucket, write_b
 from verl_engine.engine.weights.shards import ChangedShards, assemble_weights
 from verl_engine.testing.conformance.driver import Driver
 from verl_engine.testing.conformance.reference import load_reference, make_sequences
-from verl_engine.testing.ranks import run_ranks
 from verl_engine.testing.tiny_models import write_tiny_model
 from verl_fsdp.config import Fsdp2Config
 from verl_fsdp.model.loading import load_model
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from verl_engine.engine.base import WeightShard, WeightSpec
+    from verl_engine.testing.rank_pools import OnRanks
 
 SECTION = {"backend": "fsdp2", "learning_rate": 1e-2, "device": "cpu"}
 
@@ -45,8 +45,10 @@ def through_buckets(rank: int, folder: Path, bucket_bytes: int, dtype: str | Non
 
 @pytest.mark.dist
 @pytest.mark.parametrize(("bucket_bytes", "dtype"), [(1 << 20, None), (3000, None), (3000, "bfloat16")])
-def test_buckets_carry_every_weight(model_folder: Path, bucket_bytes: int, dtype: str | None) -> None:
-    found = run_ranks(through_buckets, model_folder, bucket_bytes, dtype)[0]
+def test_buckets_carry_every_weight(
+    model_folder: Path, bucket_bytes: int, dtype: str | None, on_ranks: OnRanks
+) -> None:
+    found = on_ranks(through_buckets, model_folder, bucket_bytes, dtype)[0]
     expected = dict(load_reference(model_folder).named_parameters())
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -83,8 +85,10 @@ def most_alive(rank: int, folder: Path, out: Path, settings: dict[str, Any]) -> 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("settings", [{}, {"lora": {"rank": 2}}], ids=["plain", "lora"])
-def test_one_whole_weight_is_in_memory_at_a_time(model_folder: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
-    assert run_ranks(most_alive, model_folder, tmp_path, settings) == [[1, 1], [1, 1]]
+def test_one_whole_weight_is_in_memory_at_a_time(
+    model_folder: Path, tmp_path: Path, settings: dict[str, Any], on_ranks: OnRanks
+) -> None:
+    assert on_ranks(most_alive, model_folder, tmp_path, settings) == [[1, 1], [1, 1]]
 
 
 def bytes_of_ranks(rank: int, folder: Path) -> tuple[int, int, bool]:
@@ -102,13 +106,13 @@ def bytes_of_ranks(rank: int, folder: Path) -> tuple[int, int, bool]:
 
 
 @pytest.mark.dist
-def test_host_memory_does_not_grow_with_the_ranks_where_embeddings_are_tied(tmp_path: Path) -> None:
+def test_host_memory_does_not_grow_with_the_ranks_where_embeddings_are_tied(tmp_path: Path, on_ranks: OnRanks) -> None:
     """Only the first rank reads the model, and all ranks together then hold it once."""
     folder = write_tiny_model(tmp_path / "tied", tied=True)
     model = load_reference(folder)
     whole = sum(entry.nbytes for entry in model.parameters())
     buffers = sum(buffer.nbytes for buffer in model.buffers())
-    (first, first_shards, first_tied), (second, second_shards, second_tied) = run_ranks(bytes_of_ranks, folder)
+    (first, first_shards, first_tied), (second, second_shards, second_tied) = on_ranks(bytes_of_ranks, folder)
     assert (first, second) == (whole, 0)
     assert first_tied
     assert second_tied
@@ -129,8 +133,10 @@ def empty_import(rank: int, folder: Path) -> list[str]:
 
 
 @pytest.mark.dist
-def test_weight_sync_does_not_report_success_where_nothing_was_transferred(model_folder: Path) -> None:
-    for whole, parts, bucket in run_ranks(empty_import, model_folder):
+def test_weight_sync_does_not_report_success_where_nothing_was_transferred(
+    model_folder: Path, on_ranks: OnRanks
+) -> None:
+    for whole, parts, bucket in on_ranks(empty_import, model_folder):
         assert whole == parts
         assert whole.startswith("25 weights are missing: lm_head.weight")
         assert "arrived with checksum" in bucket
@@ -148,8 +154,10 @@ def save_into_a_file(rank: int, folder: Path, out: Path) -> str:
 
 
 @pytest.mark.dist
-def test_no_rank_is_left_waiting_for_one_that_cannot_write(model_folder: Path, tmp_path: Path) -> None:
-    first, second = run_ranks(save_into_a_file, model_folder, tmp_path / "file")
+def test_no_rank_is_left_waiting_for_one_that_cannot_write(
+    model_folder: Path, tmp_path: Path, on_ranks: OnRanks
+) -> None:
+    first, second = on_ranks(save_into_a_file, model_folder, tmp_path / "file")
     assert first.startswith(("NotADirectoryError", "FileExistsError"))
     assert second == f"WeightsError: the first rank could not write {tmp_path / 'file' / 'model'}: {first}"
 
@@ -179,9 +187,11 @@ def in_parts(
     ],
     ids=["uneven", "copies", "lora", "copies and lora"],
 )
-def test_parts_of_all_ranks_make_the_exported_weights(model_folder: Path, size: int, settings: dict[str, Any]) -> None:
+def test_parts_of_all_ranks_make_the_exported_weights(
+    model_folder: Path, size: int, settings: dict[str, Any], on_ranks: OnRanks
+) -> None:
     """Three ranks split 32 rows unevenly; with adapters the parts are merged, under a plain model's names."""
-    ranks = run_ranks(in_parts, model_folder, size, settings, world_size=size)
+    ranks = on_ranks(in_parts, model_folder, size, settings, world_size=size)
     found = dict(assemble_weights(ranks[0][0], [shard for rank in ranks for shard in rank[1]]))
     assert list(found) == list(ranks[0][2])
     for name, tensor in ranks[0][2].items():

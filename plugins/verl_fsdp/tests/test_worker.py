@@ -10,11 +10,12 @@ import torch
 from verl_engine.contract.errors import WeightsError
 from verl_engine.engine.worker import EngineWorker
 from verl_engine.testing.conformance.reference import make_sequences, weighted_loss
-from verl_engine.testing.ranks import run_ranks
 from verl_fsdp.config import Fsdp2Config
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from verl_engine.testing.rank_pools import OnRanks
 
 
 def weights(worker: EngineWorker) -> torch.Tensor:
@@ -42,5 +43,5 @@ def keep_and_return(rank: int, folder: Path, checkpoint: Path) -> None:
 
 
 @pytest.mark.dist
-def test_weights_kept_aside_and_checkpoints_come_back(model_folder: Path, tmp_path: Path) -> None:
-    run_ranks(keep_and_return, model_folder, tmp_path / "step-1")
+def test_weights_kept_aside_and_checkpoints_come_back(model_folder: Path, tmp_path: Path, on_ranks: OnRanks) -> None:
+    on_ranks(keep_and_return, model_folder, tmp_path / "step-1")

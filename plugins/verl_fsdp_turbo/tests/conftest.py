@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from plugins.verl_fsdp_turbo.tests.on_ranks import prepare
-from verl_engine.testing.rank_pool import RankPool
 from verl_engine.testing.tiny_models import write_tiny_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from verl_engine.testing.rank_pool import RankPool
+    from verl_engine.testing.rank_pools import RankPools
 
 REAL = os.environ.get("FSDP_TURBO_PATH")
 LIBRARY = Path(REAL).resolve() if REAL else Path(__file__).parent / "fakes"
@@ -46,18 +48,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model") / "qwen3")
 
 
-@pytest.fixture(scope="module")
-def pools(stand_in: Path) -> Iterator[list[RankPool]]:
-    """The processes that stay, in a list of one."""
-    assert stand_in.is_dir()
-    pools = [RankPool(2, prepare=prepare)]
-    yield pools
-    pools[0].close()
-
-
 @pytest.fixture
-def ranks(pools: list[RankPool]) -> RankPool:
-    """Two processes; after a failure others."""
-    if pools[0].is_closed:
-        pools[0] = RankPool(2, prepare=prepare)
-    return pools[0]
+def ranks(rank_pools: RankPools, stand_in: Path) -> RankPool:
+    """Two processes that stay for other tests."""
+    assert stand_in.is_dir()
+    return rank_pools.get(2, prepare=prepare)

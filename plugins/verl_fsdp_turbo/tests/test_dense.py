@@ -302,8 +302,8 @@ def test_a_patch_of_nothing_is_refused(model_folder: Path, ranks: RankPool) -> N
 
 
 @pytest.mark.dist
-def test_engines_of_a_process_must_agree_on_what_is_replaced(model_folder: Path, pools: list[RankPool]) -> None:
-    for first, second in pools[0].run(patched, model_folder):
+def test_engines_of_a_process_must_agree_on_what_is_replaced(model_folder: Path, ranks: RankPool) -> None:
+    for first, second in ranks.run(patched, model_folder):
         assert first == ""
         assert "a function can be replaced once a process" in second
-    pools[0].close()  # its models are of no more use
+    ranks.close()  # its models are of no more use

@@ -17,12 +17,13 @@ from verl_engine.engine.checkpoints.export import export_checkpoint
 from verl_engine.engine.checkpoints.store import CheckpointStore
 from verl_engine.testing.conformance.driver import Driver, differences
 from verl_engine.testing.conformance.reference import furthest, make_sequences
-from verl_engine.testing.rank_pool import RankPool
 from verl_engine.testing.tiny_models import tiny_config
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
+
+    from verl_engine.testing.rank_pool import RankPool
+    from verl_engine.testing.rank_pools import RankPools
 
 EXPERTS: Final[dict[str, Any]] = {
     "expert_parallel_size": 2,
@@ -36,12 +37,10 @@ def prepare_newer() -> None:
     prepare()
 
 
-@pytest.fixture(scope="module")
-def newer(stand_in: Path, only_stand_in: None) -> Iterator[RankPool]:  # noqa: ARG001 - it may skip
+@pytest.fixture
+def newer(rank_pools: RankPools, stand_in: Path, only_stand_in: None) -> RankPool:  # noqa: ARG001 - it may skip
     assert stand_in.is_dir()
-    pool = RankPool(2, prepare=prepare_newer)
-    yield pool
-    pool.close()
+    return rank_pools.get(2, prepare=prepare_newer)
 
 
 def write_experts(folder: Path, count: int) -> Path:

@@ -11,23 +11,22 @@ from plugins.verl_fsdp_turbo.tests.test_experts import EXPERTS, prepare_newer, w
 from plugins.verl_fsdp_turbo.tests.test_ulysses import BY_ENGINE
 from verl_engine.testing.conformance.driver import Driver
 from verl_engine.testing.conformance.reference import furthest, make_sequences
-from verl_engine.testing.rank_pool import RankPool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
+
+    from verl_engine.testing.rank_pool import RankPool
+    from verl_engine.testing.rank_pools import RankPools
 
 NUM_RANKS: Final = 4
 OPTIMIZER: Final[dict[str, Any]] = {"learning_rate": 1e-2, "eps": 1e-3, "max_grad_norm": 0.05}
 
 
-@pytest.fixture(scope="module")
-def four(stand_in: Path, only_stand_in: None) -> Iterator[RankPool]:
+@pytest.fixture
+def four(rank_pools: RankPools, stand_in: Path, only_stand_in: None) -> RankPool:
     assert stand_in.is_dir()
     assert only_stand_in is None
-    pool = RankPool(NUM_RANKS, prepare=prepare_newer)
-    yield pool
-    pool.close()
+    return rank_pools.get(NUM_RANKS, prepare=prepare_newer)
 
 
 def as_fsdp2(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[float, float, float, int]:

@@ -82,9 +82,9 @@ def _furthest(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     ids=["tokens split by engine", "rows split by engine", "rows split by model"],
 )
 def test_actor_and_reference_of_one_process_compute_what_they_compute_alone(
-    model_folder: Path, pools: list[RankPool], settings: dict[str, Any]
+    model_folder: Path, ranks: RankPool, settings: dict[str, Any]
 ) -> None:
-    found = pools[0].run(as_without, model_folder, settings)
+    found = ranks.run(as_without, model_folder, settings)
     for log_probs, step, again, num_shares in found:
         assert log_probs < 1e-5
         assert again < 1e-5, "attention that was wrapped twice would trade tokens for heads twice"
@@ -108,10 +108,10 @@ def _whole(self: Any, *, input_ids: torch.Tensor, **_: Any) -> Any:
 
 @pytest.mark.usefixtures("only_stand_in")
 @pytest.mark.dist
-def test_a_model_that_does_not_split_tokens_is_found_out(model_folder: Path, pools: list[RankPool]) -> None:
-    for message in pools[0].run(without_a_patch, model_folder):
+def test_a_model_that_does_not_split_tokens_is_found_out(model_folder: Path, ranks: RankPool) -> None:
+    for message in ranks.run(without_a_patch, model_folder):
         assert "its forward does not split sequences over ranks as it was said to" in message
-    pools[0].close()  # attention is wrapped twice in there
+    ranks.close()  # attention is wrapped twice in there
 
 
 QWEN3_5: Final = "transformers.models.qwen3_5.modeling_qwen3_5"

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from verl_engine.contract.validation import validate
 from verl_engine.host.backend_host import BackendHost
-from verl_engine.testing.rank_pool import RankPool
+
+if TYPE_CHECKING:
+    from verl_engine.testing.rank_pool import RankPool
+    from verl_engine.testing.rank_pools import RankPools
 
 
 def prepare() -> None:
@@ -14,6 +19,6 @@ def prepare() -> None:
     host.prepare_process(validate(host.spec.config_class, section, at="engine"))
 
 
-def new_ranks(world_size: int = 2) -> RankPool:
-    """Start some; Megatron is imported in them only when something asks for it."""
-    return RankPool(world_size, prepare=prepare, must_precede=("megatron",))
+def prepared(pools: RankPools, world_size: int) -> RankPool:
+    """Return ranks of a session; Megatron is imported in them only when something asks for it."""
+    return pools.get(world_size, prepare=prepare, must_precede=("megatron",))

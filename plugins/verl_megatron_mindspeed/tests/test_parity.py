@@ -10,15 +10,15 @@ import torch
 
 from plugins.verl_megatron_mindspeed.tests.engines import new_driver
 from plugins.verl_megatron_mindspeed.tests.model_families import write_family
-from plugins.verl_megatron_mindspeed.tests.prepared_ranks import new_ranks
+from plugins.verl_megatron_mindspeed.tests.prepared_ranks import prepared
 from verl_engine.testing.conformance.reference import ReferenceRun, furthest, make_sequences
 from verl_engine.testing.conformance.values import value_loss
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from verl_engine.testing.rank_pool import RankPool
+    from verl_engine.testing.rank_pools import RankPools
 
 pytestmark = pytest.mark.dist
 
@@ -94,17 +94,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def single() -> Iterator[RankPool]:
-    """One process."""
-    pool = new_ranks(1)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
-def alone(single: RankPool, folders: dict[str, Path]) -> dict[str, Record]:
+def alone(rank_pools: RankPools, folders: dict[str, Path]) -> dict[str, Record]:
     """What one process makes of each model."""
-    return {name: single.run(train, folder, {})[0] for name, folder in folders.items()}
+    return {name: prepared(rank_pools, 1).run(train, folder, {})[0] for name, folder in folders.items()}
 
 
 def check(found: Record, right: Record, tolerance: float = 1e-5) -> None:
@@ -124,8 +116,9 @@ def test_two_ranks_train_as_one_process_does(
         check(found, alone[model])
 
 
-def test_four_ranks_train_as_one_process_does(folders: dict[str, Path], alone: dict[str, Record]) -> None:
-    pool = new_ranks(4)
+def test_four_ranks_train_as_one_process_does(
+    rank_pools: RankPools, folders: dict[str, Path], alone: dict[str, Record]
+) -> None:
     layouts: tuple[tuple[str, dict[str, Any]], ...] = (
         ("dense, tied", {**TP, **PP}),
         ("dense, tied", {**SP, "context_parallel_size": 2, "recompute": "full"}),
@@ -133,12 +126,9 @@ def test_four_ranks_train_as_one_process_does(folders: dict[str, Path], alone: d
         ("experts", {**SP, "expert_parallel_size": 2}),  # ranks exchange tokens in parts of different lengths
         ("experts", {**OVERLAP, "expert_parallel_size": 2}),  # and two ranks that hold the same experts
     )
-    try:
-        for model, settings in layouts:
-            for found in pool.run(train, folders[model], settings):
-                check(found, alone[model])
-    finally:
-        pool.close()
+    for model, settings in layouts:
+        for found in prepared(rank_pools, 4).run(train, folders[model], settings):
+            check(found, alone[model])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -175,9 +165,9 @@ def critic(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[list[floa
 
 
 @pytest.fixture(scope="module")
-def critic_alone(single: RankPool, folders: dict[str, Path]) -> tuple[list[float], list[float], torch.Tensor]:
+def critic_alone(rank_pools: RankPools, folders: dict[str, Path]) -> tuple[list[float], list[float], torch.Tensor]:
     """What one process makes of a critic."""
-    return single.run(critic, folders["dense"], {})[0]
+    return prepared(rank_pools, 1).run(critic, folders["dense"], {})[0]
 
 
 @pytest.mark.parametrize("settings", [TP, SP, PP, {"context_parallel_size": 2}], ids=["TP2", "SP2", "PP2", "CP2"])

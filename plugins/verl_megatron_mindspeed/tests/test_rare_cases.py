@@ -10,7 +10,7 @@ import torch
 
 from plugins.verl_megatron_mindspeed.tests.engines import LAYOUTS, WHOLE, another_driver, new_driver
 from plugins.verl_megatron_mindspeed.tests.model_families import write_family
-from plugins.verl_megatron_mindspeed.tests.prepared_ranks import new_ranks
+from plugins.verl_megatron_mindspeed.tests.prepared_ranks import prepared
 from verl_engine.batch.sequence import Sequence
 from verl_engine.contract.errors import ConfigError, UnsupportedError
 from verl_engine.engine.checkpoints.store import CheckpointStore
@@ -19,13 +19,13 @@ from verl_engine.testing.conformance.reference import make_sequences, weighted_l
 from verl_engine.testing.conformance.values import value_loss
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from verl_engine.batch.packed import PackedBatch
     from verl_engine.engine.base import TokenOutput
     from verl_engine.testing.conformance.driver import Driver
     from verl_engine.testing.rank_pool import RankPool
+    from verl_engine.testing.rank_pools import RankPools
 
 pytestmark = pytest.mark.dist
 
@@ -50,17 +50,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def single() -> Iterator[RankPool]:
-    """One process."""
-    pool = new_ranks(1)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
-def alone(single: RankPool, folders: dict[str, Path]) -> dict[str, list[float]]:
+def alone(rank_pools: RankPools, folders: dict[str, Path]) -> dict[str, list[float]]:
     """What one process makes of the odd batches."""
-    return {name: single.run(train_on_odd_lengths, folder, {})[0] for name, folder in folders.items()}
+    return {name: prepared(rank_pools, 1).run(train_on_odd_lengths, folder, {})[0] for name, folder in folders.items()}
 
 
 def sequence(length: int, seed: int) -> Sequence:
@@ -130,9 +122,9 @@ def train_on_odd_losses(rank: int, folder: Path, settings: dict[str, Any]) -> li
 
 
 def test_a_loss_without_a_graph_adds_nothing_and_one_that_raises_leaves_nothing(
-    ranks: RankPool, single: RankPool, folders: dict[str, Path]
+    ranks: RankPool, rank_pools: RankPools, folders: dict[str, Path]
 ) -> None:
-    right = single.run(train_on_odd_losses, folders["dense"], {})[0]
+    right = prepared(rank_pools, 1).run(train_on_odd_losses, folders["dense"], {})[0]
     for name in ("dp", "tp", "tp, sequence", "cp", "pp", "vpp"):
         for found in ranks.run(train_on_odd_losses, folders["dense"], DIVIDED[name][1]):
             assert found == pytest.approx(right, rel=1e-4), name
@@ -249,10 +241,10 @@ def resume(rank: int, folder: Path, root: Path, settings: dict[str, Any]) -> lis
 
 
 def test_experts_go_on_undivided_and_divided(
-    ranks: RankPool, single: RankPool, folders: dict[str, Path], tmp_path: Path
+    ranks: RankPool, rank_pools: RankPools, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     _, divided = DIVIDED["ep, sequence"]
     right = ranks.run(save_trained, folders["experts"], tmp_path, EXPERTS)[0]
-    assert single.run(resume, folders["experts"], tmp_path, {})[0] == pytest.approx(right, rel=1e-4)
+    assert prepared(rank_pools, 1).run(resume, folders["experts"], tmp_path, {})[0] == pytest.approx(right, rel=1e-4)
     for found in ranks.run(resume, folders["experts"], tmp_path, divided):
         assert found == pytest.approx(right, rel=1e-4)

@@ -19,8 +19,10 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from verl_engine.testing.rank_state import RankState
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from multiprocessing.connection import Connection
     from multiprocessing.context import ForkServerContext, SpawnContext
     from multiprocessing.process import BaseProcess
@@ -34,6 +36,7 @@ PRELOADED: Final = (
     "torch.distributed.checkpoint.state_dict",
     "transformers",
     "transformers.models.qwen3.modeling_qwen3",
+    "verl_engine.testing.conformance.bench",
 )
 """Imported once, by the server of which each rank is a fork; several times faster than a fresh start of each."""
 _GRACE_S: Final = 2.0
@@ -70,6 +73,7 @@ class RankPool:
         prepare: Callable[[], None] | None = None,
         device: str = "cpu",
         must_precede: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """Start the ranks; they are not waited for.
 
@@ -78,9 +82,12 @@ class RankPool:
             prepare: called in each before torch is imported there; module-level and picklable.
             device: kind of device whose collectives are used.
             must_precede: modules that may not be imported before `prepare`; then nothing is preloaded that would.
+            environment: variables that each gets before `prepare`.
         """
         self.world_size = world_size
         self.is_closed = False
+        self.is_worn = False
+        """Whether a call left behind what cannot be put back, such as an ended process group: start others."""
         is_in_the_way = any(f"{name}.".startswith(f"{root}.") for name in PRELOADED for root in must_precede)
         context: SpawnContext | ForkServerContext
         if is_in_the_way:
@@ -94,7 +101,9 @@ class RankPool:
         for rank in range(world_size):
             here, there = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, world_size, self._folder.name, there, prepare, device), daemon=True
+                target=_serve,
+                args=(rank, world_size, self._folder.name, there, environment or {}, prepare, device),
+                daemon=True,
             )
             process.start()
             there.close()
@@ -168,12 +177,13 @@ class RankPool:
                     failures.append(answer)
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
                 else:
-                    results[rank] = answer[0]
+                    results[rank], is_worn = answer
+                    self.is_worn |= is_worn
         return results, failures
 
-    def _receive(self, rank: int) -> tuple[Any] | _Failure:
+    def _receive(self, rank: int) -> tuple[Any, bool] | _Failure:
         try:
-            answer: tuple[Any] | _Failure = pickle.loads(self._pipes[rank].recv_bytes())  # noqa: S301 - our own child
+            answer: tuple[Any, bool] | _Failure = pickle.loads(self._pipes[rank].recv_bytes())  # noqa: S301 - our own child
         except (EOFError, OSError):
             self._processes[rank].join(_GRACE_S)
             summary = f"the process died without an answer (exit code {self._processes[rank].exitcode})"
@@ -208,22 +218,31 @@ def _log_file(folder: str, rank: int) -> Path:
 
 
 def _serve(
-    rank: int, world_size: int, folder: str, pipe: Connection, prepare: Callable[[], None] | None, device: str
+    rank: int,
+    world_size: int,
+    folder: str,
+    pipe: Connection,
+    environment: Mapping[str, str],
+    prepare: Callable[[], None] | None,
+    device: str,
 ) -> None:
     """Be one rank: join the group, answer calls until there are no more."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(
+        environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), GLOO_SOCKET_IFNAME="lo"
+    )
     log = os.open(_log_file(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)  # what ranks print is shown when they fail; elsewhere it would spoil the caller's output
     os.dup2(log, 2)
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=False)
-    failure: _Failure | None = None
+    start: RankState | _Failure
     try:
         if prepare is not None:
             prepare()
         _join_group(rank, world_size, folder, device)
         gc.freeze()  # what is imported stays; without it each collection would look through all of it
+        start = RankState.take()
     except BaseException as error:  # noqa: BLE001 - also a SystemExit must reach the parent
-        failure = _describe(rank, error)
+        start = _describe(rank, error)
     while True:
         try:
             job: tuple[Callable[..., Any], tuple[object, ...]] | None
@@ -235,7 +254,7 @@ def _serve(
             continue
         if job is None:
             break
-        pipe.send_bytes(pickle.dumps(failure) if failure else _answer(rank, *job))
+        pipe.send_bytes(pickle.dumps(start) if isinstance(start, _Failure) else _answer(rank, start, *job))
     _leave_group()
 
 
@@ -257,12 +276,11 @@ def _join_group(rank: int, world_size: int, folder: str, device: str) -> None:
     )
 
 
-def _answer(rank: int, function: Callable[..., Any], args: tuple[object, ...]) -> bytes:
-    import torch
-
-    torch.manual_seed(0)
+def _answer(rank: int, start: RankState, function: Callable[..., Any], args: tuple[object, ...]) -> bytes:
+    start.restore()
     try:
-        return pickle.dumps((function(rank, *args),))
+        result = function(rank, *args)
+        return pickle.dumps((result, start.is_worn()))
     except BaseException as error:  # noqa: BLE001 - also a SystemExit must reach the parent
         return pickle.dumps(_describe(rank, error))
     finally:

@@ -1,0 +1,63 @@
+"""What a call may leave behind in a rank that stays: it is put back before the next one, or the rank is given up."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_MOST_GROUPS: Final = 64
+"""Process groups that a rank may hold: each has threads and connections, and torch's caches may still hold it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """A rank's state as it was when the rank had joined its process group."""
+
+    environment: Mapping[str, str]
+    folder: Path
+    path: tuple[str, ...]
+    filters: tuple[Any, ...]
+    num_threads: int
+    group: Any
+
+    @classmethod
+    def take(cls) -> RankState:
+        """Read it from this process."""
+        import torch
+        import torch.distributed as dist
+
+        filters = tuple(warnings.filters)
+        return cls(dict(os.environ), Path.cwd(), tuple(sys.path), filters, torch.get_num_threads(), dist.group.WORLD)
+
+    def restore(self) -> None:
+        """Put back what every call may expect: environment, folder, import path, torch's settings, equal seeds."""
+        import numpy as np
+        import torch
+
+        os.environ.clear()
+        os.environ.update(self.environment)
+        os.chdir(self.folder)
+        sys.path[:] = self.path
+        warnings.filters[:] = self.filters  # type: ignore[index] # a list, whatever typeshed says
+        torch.set_num_threads(self.num_threads)
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+        torch.set_grad_enabled(True)
+        torch.use_deterministic_algorithms(False)
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002 - what is seeded is the state that libraries share
+        torch.manual_seed(0)
+
+    def is_worn(self) -> bool:
+        """Whether the process group was ended or replaced, or too many others were made: that cannot be put back."""
+        import torch.distributed as dist
+
+        return dist.group.WORLD is not self.group or len(dist.distributed_c10d._world.pg_map) > _MOST_GROUPS  # noqa: SLF001

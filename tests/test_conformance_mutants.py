@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import pytest
 
@@ -17,6 +17,8 @@ from verl_engine.testing.conformance import ConformanceKit, Outcome, all_checks
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from verl_engine.testing.rank_pools import RankPools
 
 pytestmark = pytest.mark.dist
 
@@ -113,6 +115,11 @@ CASES: Final = {
     ),
 }
 CHECKS: Final = {check.name: check for check in all_checks()}
+CONTROLS: Final = {
+    check: [name for name, case in CASES.items() if case.passes == check]
+    for check in dict.fromkeys(case.passes for case in CASES.values())
+}
+"""Which mutants pass a check: the first of each in every run, all of them in the nightly."""
 HEAVY: Final = "import torch\nfrom tests.conformance_mutants import heavy_hooks as mutant\n"
 
 
@@ -128,32 +135,52 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def run(name: str, checks: list[str], timeout_s: float = 60.0) -> list[Outcome]:
-    with ConformanceKit(f"mutant_{name}", timeout_s=timeout_s) as kit:
-        return [kit.run(CHECKS[check]) for check in checks]
+class Run(Protocol):
+    """Runs one check on one mutant."""
+
+    def __call__(self, name: str, check: str, timeout_s: float = 60.0) -> Outcome: ...
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.fixture
+def run(installed: None, rank_pools: RankPools) -> Run:  # noqa: ARG001 - ranks find the mutants there
+    """All mutants share ranks: they prepare nothing in a process."""
+
+    def run_check(name: str, check: str, timeout_s: float = 60.0) -> Outcome:
+        with ConformanceKit(f"mutant_{name}", timeout_s=timeout_s, lender=rank_pools.get) as kit:
+            return kit.run(CHECKS[check])
+
+    return run_check
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_a_broken_engine_is_caught(name: str) -> None:
-    case = CASES[name]
+def test_a_broken_engine_is_caught(run: Run, name: str) -> None:
     # A rank that waits for ever is told by the time limit: not a minute of it here.
-    passed, failed = run(name, [case.passes, case.fails], 8.0 if name == "silent_rank" else 60.0)
-    assert (passed.status, passed.reason) == ("passed", "")
+    failed = run(name, CASES[name].fails, 8.0 if name == "silent_rank" else 60.0)
     assert failed.status == "failed"
-    assert case.says in failed.reason
+    assert CASES[name].says in failed.reason
     assert failed.details
 
 
-@pytest.mark.usefixtures("installed")
-def test_a_declared_gap_is_skipped_with_its_reason() -> None:
-    (outcome,) = run("declared_gap", ["weights/import"])
+@pytest.mark.parametrize(
+    ("check", "name"),
+    [
+        pytest.param(check, name, id=f"{check}-{name}", marks=[] if name == names[0] else pytest.mark.nightly)
+        for check, names in CONTROLS.items()
+        for name in names
+    ],
+)
+def test_what_is_not_broken_passes(run: Run, check: str, name: str) -> None:
+    passed = run(name, check)
+    assert (passed.status, passed.reason) == ("passed", "")
+
+
+def test_a_declared_gap_is_skipped_with_its_reason(run: Run) -> None:
+    outcome = run("declared_gap", "weights/import")
     assert (outcome.status, outcome.reason) == ("skipped", "declared gap 'weight_import': as the test says")
 
 
-@pytest.mark.usefixtures("installed")
-def test_gradients_are_read_without_weight_import() -> None:
-    (outcome,) = run("declared_gap", ["recovery/middle_micro_batch"])
+def test_gradients_are_read_without_weight_import(run: Run) -> None:
+    outcome = run("declared_gap", "recovery/middle_micro_batch")
     assert outcome.status == "passed"
 
 

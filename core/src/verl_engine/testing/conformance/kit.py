@@ -21,7 +21,7 @@ from verl_engine.testing.conformance.on_rank import prepare_rank, run_on_rank
 from verl_engine.testing.rank_pool import RankError, RankPool
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from types import TracebackType
 
     from verl_engine.contract.backend import BackendSpec
@@ -33,7 +33,13 @@ class ConformanceKit(AbstractContextManager["ConformanceKit"]):
     """Runs one check after the other on ranks that stay; use it in a ``with``."""
 
     def __init__(
-        self, backend: str, settings: Mapping[str, Any] | None = None, *, ranks: int = 2, timeout_s: float = 60.0
+        self,
+        backend: str,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        ranks: int = 2,
+        timeout_s: float = 60.0,
+        lender: Callable[[int], RankPool] | None = None,
     ) -> None:
         """Find the backend; nothing is started yet.
 
@@ -42,6 +48,8 @@ class ConformanceKit(AbstractContextManager["ConformanceKit"]):
             settings: fields of the engine section for every engine that is built, besides those that a check sets.
             ranks: how many there are where a check wants several.
             timeout_s: for each step of a check; ranks that are silent then are named and killed.
+            lender: gives so many ranks that others use too, for backends that prepare nothing in a process; without it
+                the kit starts its own.
         Raises:
             ConfigError: `ranks` is below 1, `timeout_s` is no time, or the settings do not fit, do not divide the
                 ranks, or ask for another dtype than float32.
@@ -77,6 +85,7 @@ class ConformanceKit(AbstractContextManager["ConformanceKit"]):
             self._config.validate_world(self._num_ranks())
         self._device = "cpu" if self._config is None else self._config.device
         self._scratch = tempfile.TemporaryDirectory(prefix="verl-engine-check-")
+        self._lender = lender
         self._pools: dict[int, RankPool] = {}
 
     def __exit__(
@@ -148,6 +157,8 @@ class ConformanceKit(AbstractContextManager["ConformanceKit"]):
 
     def _pool(self, size: int) -> RankPool:
         """Return ranks, new ones where a failure ended the former."""
+        if self._lender is not None:
+            return self._lender(size)
         pool = self._pools.get(size)
         if pool is None or pool.is_closed:
             assert self._spec is not None

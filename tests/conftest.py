@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.end_to_end import Task
+from tests.end_to_end import Cluster, Task
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -43,6 +44,13 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
     for name, recipe in (("train", train), ("sft", sft)):  # JSON is YAML
         (folder / f"{name}.yaml").write_text(json.dumps(recipe), encoding="utf-8")
     return Task(folder / "model", folder / "train.yaml", folder / "sft.yaml")
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """Start a Ray cluster for jobs that end by themselves: starting one takes longer than most of them."""
+    with Cluster.start() as cluster:
+        yield cluster
 
 
 def _write_lines(path: Path, rows: list[dict[str, Any]]) -> None:

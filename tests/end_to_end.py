@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 import uuid
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tests.repository import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from typing import Self
 
 COMMAND = Path(sys.executable).with_name("verl-engine")
@@ -42,6 +44,38 @@ class Task:
     model: Path
     train: Path
     sft: Path
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A Ray cluster of this machine that jobs share."""
+
+    address: str
+    mark: str
+    """Value of the environment variable that its processes have, those of jobs too."""
+
+    @classmethod
+    @contextmanager
+    def start(cls) -> Iterator[Cluster]:
+        """Start one; leaving ends it, and whatever it has started."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        cluster = cls(f"127.0.0.1:{port}", uuid.uuid4().hex)
+        command = (
+            COMMAND.with_name("ray"), "start", "--head", "--block", f"--port={port}", "--node-ip-address=127.0.0.1",
+            "--include-dashboard=false", "--num-cpus=4", "--object-store-memory=100000000", "--disable-usage-stats",
+        )  # fmt: skip
+        environment = {**os.environ, **ENVIRONMENT, MARK: cluster.mark}
+        head = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            assert eventually(lambda: _answers(port), 60.0), "the cluster does not start"
+            yield cluster
+        finally:
+            head.terminate()
+            head.wait()
+            for process_id in marked_processes(cluster.mark):
+                os.kill(process_id, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -73,12 +107,15 @@ class Job:
     recipe: Path
     output: Path
     settings: tuple[str, ...] = ()
+    cluster: Cluster | None = None
+    """Where it runs; without, it starts its own."""
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def __enter__(self) -> Self:
         self._shared_memory = shared_memory()
+        settings = [*self.settings, *([f"ray.address={self.cluster.address}"] if self.cluster else [])]
         self._process = subprocess.Popen(
-            [COMMAND, self.command, self.recipe, *self.settings, "--output", self.output],
+            [COMMAND, self.command, self.recipe, *settings, "--output", self.output],
             cwd=self.recipe.parent,
             env={**os.environ, **ENVIRONMENT, MARK: self.mark},
             stdout=subprocess.PIPE,
@@ -90,19 +127,17 @@ class Job:
 
     def __exit__(self, *_: object) -> None:
         for process_id in self.processes():
-            os.kill(process_id, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(process_id, signal.SIGKILL)
         self._process.communicate()
 
     def processes(self, title: str = "") -> list[int]:
         """Ids of this job's processes whose command line begins with `title`."""
-        numbers = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
-        return [number for number in numbers if self._owns(number) and _title(number).startswith(title)]
-
-    def _owns(self, number: int) -> bool:
-        try:
-            return f"{MARK}={self.mark}".encode() in Path(f"/proc/{number}/environ").read_bytes()
-        except OSError:  # it has ended, or is another user's
-            return False
+        found = marked_processes(self.mark)
+        if self.cluster is not None:  # whose other processes have no actor: they stay
+            actors = (number for number in marked_processes(self.cluster.mark) if "Actor" in _title(number))
+            found += [number for number in actors if _title(number).startswith("ray::")]
+        return [number for number in found if _title(number).startswith(title)]
 
     def wait_for_steps(self, count: int, timeout_s: float = 150.0) -> None:
         """Wait until so many training steps are recorded."""
@@ -135,9 +170,9 @@ class Job:
         return Ended(self._process.returncode, stdout, stderr, seconds, self.output)
 
 
-def run(command: str, recipe: Path, output: Path, *settings: str) -> Ended:
+def run(command: str, recipe: Path, output: Path, *settings: str, cluster: Cluster | None = None) -> Ended:
     """Run a command to its end, which must be a good one without a word on standard error."""
-    with Job(command, recipe, output, settings) as job:
+    with Job(command, recipe, output, settings, cluster) as job:
         ended = job.wait()
     assert ended.code == 0, ended.stderr
     # A remark about little shared memory tells of the machine, not of the job.
@@ -165,6 +200,24 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
             return False
         time.sleep(0.05)
     return True
+
+
+def marked_processes(mark: str) -> list[int]:
+    """Ids of the processes that inherited a mark."""
+    numbers = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return [number for number in numbers if _is_marked(number, mark)]
+
+
+def _is_marked(number: int, mark: str) -> bool:
+    try:
+        return f"{MARK}={mark}".encode() in Path(f"/proc/{number}/environ").read_bytes()
+    except OSError:  # it has ended, or is another user's
+        return False
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as knock:
+        return knock.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _title(number: int) -> str:

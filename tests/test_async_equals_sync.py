@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +11,7 @@ import torch
 import transformers
 
 from recipes.addition_data import prompt_row, save_model
+from tests.end_to_end import run
 from verl_async.algorithms.policy_loss import ClippedPolicyLoss
 from verl_async.asynchrony.batches import SharePlan, build_sequences
 from verl_async.asynchrony.inputs import ModelTexts, read_training_prompts
@@ -22,10 +21,12 @@ from verl_async.data.tokenization import decode_response
 from verl_async.job import load_train_job
 from verl_async.rollout.embedded import EmbeddedEngine
 from verl_engine.engine.worker import EngineWorker
-from verl_engine.testing.ranks import run_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.end_to_end import Cluster
+    from verl_engine.testing.rank_pools import OnRanks
 
 RECIPE = """
 model: {path: MODEL}
@@ -96,14 +97,11 @@ def load(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_staleness_zero_equals_a_plain_synchronous_loop(recipe: Path, tmp_path: Path) -> None:
-    run_ranks(train_in_a_plain_loop, recipe, tmp_path / "sync", world_size=1)
-    subprocess.run(
-        [sys.executable, "-m", "verl_engine", "train", str(recipe), "--output", str(tmp_path / "async")],
-        check=True,
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"},
-    )
+def test_staleness_zero_equals_a_plain_synchronous_loop(
+    recipe: Path, tmp_path: Path, on_ranks: OnRanks, cluster: Cluster
+) -> None:
+    on_ranks(train_in_a_plain_loop, recipe, tmp_path / "sync", world_size=1)
+    run("train", recipe, tmp_path / "async", cluster=cluster)
     before, expected, found = load(tmp_path / "model"), load(tmp_path / "sync"), load(tmp_path / "async" / "model")
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)

@@ -14,16 +14,16 @@ from tests.end_to_end import Job
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.end_to_end import Ended, Task
+    from tests.end_to_end import Cluster, Ended, Task
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 LONG = "trainer.num_steps=100000"
 
 
-def test_reward_function_raises(task: Task, tmp_path: Path) -> None:
+def test_reward_function_raises(task: Task, tmp_path: Path, cluster: Cluster) -> None:
     settings = (LONG, "reward.function=tests.end_to_end_rewards.fail_later")
-    with Job("train", task.train, tmp_path / "out", settings) as job:
+    with Job("train", task.train, tmp_path / "out", settings, cluster) as job:
         ended = job.wait()
     check_failed(ended, r"sample \d+-\d+ \(prompt row \d+\) raised LookupError: the judge has left", saved=True)
 

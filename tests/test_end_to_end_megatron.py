@@ -13,30 +13,31 @@ from tests.test_end_to_end_train import check_model_loads, check_training, read_
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.end_to_end import Ended, Task
+    from tests.end_to_end import Cluster, Ended, Task
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 RECIPE = ROOT / "recipes" / "addition_grpo_megatron.yaml"
 
 
-def test_the_recipe_trains_on_two_ranks_that_split_each_layer(task: Task, tmp_path: Path) -> None:
+def test_the_recipe_trains_on_two_ranks_that_split_each_layer(task: Task, tmp_path: Path, cluster: Cluster) -> None:
     folder = task.model.parent
     ended = run(
         "train", RECIPE, tmp_path / "out", f"model.path={task.model}", f"data.prompts={folder}/prompts.jsonl",
         f"evaluation={{prompts: {folder}/held_out.jsonl, num_prompts: 8}}", "engine.device=cpu", "rollout.device=cpu",
         "reward.function=tests.end_to_end_rewards.count_even", "trainer.num_steps=3", "trainer.mini_batch_size=4",
         "engine.warmup_steps=1", "rollout.max_batch_prompts=4", "trainer.num_ranks=2", "engine.tensor_parallel_size=2",
+        cluster=cluster,
     )  # fmt: skip
     check_training(ended, task.model)
     assert [record["step"] for record in ended.records("evaluation")] == [0, 3]
     check_model_loads(ended.output / "model")
 
 
-def test_two_pipeline_ranks_train_as_one_rank_of_fsdp2(task: Task, tmp_path: Path) -> None:
-    one = train(task, tmp_path / "one")
+def test_two_pipeline_ranks_train_as_one_rank_of_fsdp2(task: Task, tmp_path: Path, cluster: Cluster) -> None:
+    one = train(task, cluster, tmp_path / "one")
     two = train(
-        task, tmp_path / "two", "engine={backend: megatron, learning_rate: 1e-3, device: cpu}",
+        task, cluster, tmp_path / "two", "engine={backend: megatron, learning_rate: 1e-3, device: cpu}",
         "trainer.num_ranks=2", "engine.pipeline_parallel_size=2",
     )  # fmt: skip
     (expected,), (found,) = one.records("step"), two.records("step")
@@ -48,11 +49,11 @@ def test_two_pipeline_ranks_train_as_one_rank_of_fsdp2(task: Task, tmp_path: Pat
         assert (weight - trained[name]).norm() <= 1e-2 * (trained[name] - before[name]).norm(), name
 
 
-def train(task: Task, folder: Path, *settings: str) -> Ended:
+def train(task: Task, cluster: Cluster, folder: Path, *settings: str) -> Ended:
     """Make one step, on policy and with few tokens a micro-batch."""
     ended = run(
         "train", task.train, folder, "trainer.num_steps=1", "async_training={staleness_threshold: 0}",
-        "trainer.max_tokens_per_micro_batch=100", "algorithm.old_log_probs=recompute", *settings,
+        "trainer.max_tokens_per_micro_batch=100", "algorithm.old_log_probs=recompute", *settings, cluster=cluster,
     )  # fmt: skip
     check_training(ended, task.model)
     return ended

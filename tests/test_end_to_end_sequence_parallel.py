@@ -12,25 +12,25 @@ from tests.test_end_to_end_train import check_training, read_weights
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.end_to_end import Ended, Task
+    from tests.end_to_end import Cluster, Ended, Task
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
-def train(task: Task, folder: Path, *settings: str) -> Ended:
+def train(task: Task, cluster: Cluster, folder: Path, *settings: str) -> Ended:
     """Make one step on recomputed log-probs; by SGD, whose step is the gradient itself."""
     ended = run(
         "train", task.train, folder, "trainer.num_steps=1", "async_training={staleness_threshold: 0}",
         "trainer.max_tokens_per_micro_batch=100", "algorithm.old_log_probs=recompute",
-        "engine.optimizer=torch.optim.SGD", "engine.learning_rate=1.0", *settings,
+        "engine.optimizer=torch.optim.SGD", "engine.learning_rate=1.0", *settings, cluster=cluster,
     )  # fmt: skip
     check_training(ended, task.model)
     return ended
 
 
-def test_two_ranks_that_split_sequences_train_as_one_rank(task: Task, tmp_path: Path) -> None:
-    one = train(task, tmp_path / "one")
-    two = train(task, tmp_path / "two", "trainer.num_ranks=2", "engine.sequence_parallel_size=2")
+def test_two_ranks_that_split_sequences_train_as_one_rank(task: Task, tmp_path: Path, cluster: Cluster) -> None:
+    one = train(task, cluster, tmp_path / "one")
+    two = train(task, cluster, tmp_path / "two", "trainer.num_ranks=2", "engine.sequence_parallel_size=2")
     (expected,), (found,) = one.records("step"), two.records("step")
     for name in (
         "reward",

@@ -12,20 +12,20 @@ from tests.test_end_to_end_train import check_training
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.end_to_end import Task
+    from tests.end_to_end import Cluster, Task
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
-def test_with_evaluation(task: Task, tmp_path: Path) -> None:
+def test_with_evaluation(task: Task, tmp_path: Path, cluster: Cluster) -> None:
     evaluation = f"{{prompts: {task.model.parent}/held_out.jsonl, num_prompts: 8, every_steps: 2, temperature: 0}}"
-    ended = run("sft", task.sft, tmp_path / "out", f"evaluation={evaluation}", "trainer.num_ranks=2")
+    ended = run("sft", task.sft, tmp_path / "out", f"evaluation={evaluation}", "trainer.num_ranks=2", cluster=cluster)
     check_training(ended, task.model)
     assert [record["step"] for record in ended.records("evaluation")] == [0, 2, 3]
 
 
-def test_without_evaluation_starts_no_rollout_worker(task: Task, tmp_path: Path) -> None:
-    ended = run("sft", task.sft, tmp_path / "out")
+def test_without_evaluation_starts_no_rollout_worker(task: Task, tmp_path: Path, cluster: Cluster) -> None:
+    ended = run("sft", task.sft, tmp_path / "out", cluster=cluster)
     check_training(ended, task.model)
     assert "rollout workers (0)" in ended.stdout
     assert {span["who"] for span in read_lines(ended.output / "timeline.jsonl")} == {"trainer"}

@@ -13,7 +13,7 @@ from tests.end_to_end import read_lines, run
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.end_to_end import Ended, Task
+    from tests.end_to_end import Cluster, Ended, Task
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -43,23 +43,24 @@ def test_one_rank_leaves_complete_results(task: Task, tmp_path: Path) -> None:
     check_model_loads(ended.output / "model")
 
 
-def test_two_ranks_two_workers_on_policy(task: Task, tmp_path: Path) -> None:
+def test_two_ranks_two_workers_on_policy(task: Task, tmp_path: Path, cluster: Cluster) -> None:
     ended = run(
         "train", task.train, tmp_path / "out", "trainer.num_ranks=2", "rollout.num_workers=2",
         "async_training={staleness_threshold: 0, partial_rollout: false, require_batches: 2}",
         "engine.param_dtype=bfloat16", "rollout.dtype=bfloat16",
-        "weight_sync={transport: shared_memory, bucket_bytes: 65536}",
+        "weight_sync={transport: shared_memory, bucket_bytes: 65536}", cluster=cluster,
     )  # fmt: skip
     check_training(ended, task.model)
     assert ended.summary["stale_samples"] == 0
     assert [record["weight_version"] for record in ended.records("step")] == [1, 2, 3]
 
 
-def test_two_ranks_two_workers_ahead_of_training(task: Task, tmp_path: Path) -> None:
+def test_two_ranks_two_workers_ahead_of_training(task: Task, tmp_path: Path, cluster: Cluster) -> None:
     ended = run(
         "train", task.train, tmp_path / "out", "trainer.num_ranks=2", "rollout.num_workers=2", "trainer.num_steps=4",
         "async_training={staleness_threshold: 1, partial_rollout: true, trigger_parameter_sync_step: 2}",
         "algorithm.old_log_probs=recompute", "weight_sync={transport: object_store, bucket_bytes: 65536}",
+        cluster=cluster,
     )  # fmt: skip
     check_training(ended, task.model)
     assert all(record["staleness_max"] <= 2 for record in ended.records("step"))

@@ -15,7 +15,9 @@ SOURCE_FOLDERS = ("core", "plugins", "tests", "recipes", "docs", "benchmarks")
 def python_files() -> list[Path]:
     """Every Python file of the repository."""
     files = [path for folder in SOURCE_FOLDERS for path in (ROOT / folder).rglob("*.py")]
-    return sorted([ROOT / "noxfile.py", *(path for path in files if "__pycache__" not in path.parts)])
+    return sorted(
+        [ROOT / "conftest.py", ROOT / "noxfile.py", *(path for path in files if "__pycache__" not in path.parts)]
+    )
 
 
 def source_files() -> list[Path]:

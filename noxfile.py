@@ -1,6 +1,7 @@
 """Every task of the repository: `python -m nox -l` lists them.
 
-A session makes its own virtual environment with pip, once; later calls reuse it until what it holds has changed.
+Tests, style and types share one virtual environment, made with pip once; later calls reuse it until what it holds has
+changed. Sessions that need other packages have their own.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ PACKAGES = (
     "plugins/verl_megatron_mindspeed",
     "plugins/verl_async",
 )
-TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis", "hatchling")  # hatchling builds the wheels of a test
+# hatchling builds the wheels of a test.
+TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "pytest-repeat", "hypothesis", "hatchling")
 LINT_TOOLS = ("ruff", "import-linter")
 TYPE_TOOLS = ("mypy", "types-PyYAML", "pyarrow-stubs")
 # The demo's seed is fixed, and every process keeps to one thread: ranks that share cores slow each other down.
@@ -45,10 +47,19 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
+# Tests that start ranks run in one worker, all others in the other; see conftest.py.
+TWO_WORKERS = ("-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder", "--durations=25")
+# Where Megatron once computed wrong numbers, in one run of eight.
+OFTEN_WRONG_ONCE = (
+    "plugins/verl_megatron_mindspeed/tests/test_rare_cases.py"
+    "::test_single_tokens_long_sequences_and_empty_micro_batches[vpp]"
+)
+
 nox.needs_version = ">=2024.10.9"
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_venv = "yes"
 nox.options.sessions = ["tests", "lint", "typecheck"]
+nox.options.error_on_missing_interpreters = False
 
 
 @nox.session
@@ -80,45 +91,83 @@ def demo(session: nox.Session) -> None:
     _check_demo(session, training)
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """Every test that needs no accelerator. Arguments after -- go to pytest."""
+    """Every test that needs no accelerator and is quick enough. Arguments after -- go to pytest."""
+    session.run(_python(session), "-m", "pytest", *TWO_WORKERS, *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session(venv_backend="none")
+def repeat(session: nox.Session) -> None:
+    """Run tests 20 times each and say which failed how often: `-- TESTS`, or `-- --count 200 TESTS`."""
+    if not session.posargs:
+        session.error("say which tests, as to pytest: nox -s repeat -- plugins/verl_fsdp/tests/test_mesh.py")
+    session.run(_python(session), "-m", "pytest", *_repeated(20), "-m", "", *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session(venv_backend="none")
+def nightly(session: nox.Session) -> None:
+    """What takes hours. With `-- FOLDER`, a part's own tests only: before a change to that part is merged."""
+    python = _python(session)
+    runs: dict[str, tuple[str, ...]] = {
+        "tests marked nightly": (*TWO_WORKERS, "-m", "nightly"),
+        "tests whose ranks nobody used before": (
+            *TWO_WORKERS,
+            "-m",
+            "dist and not slow and not nightly",
+            "--fresh-ranks",
+        ),
+        "tests that start ranks, 20 times": (*_repeated(20), "-m", "dist and not nightly"),
+    }
+    if not session.posargs:
+        runs["a test that failed now and then, 200 times"] = (*_repeated(200), "-m", "", OFTEN_WRONG_ONCE)
+    failed = []
+    for name, arguments in runs.items():
+        session.log(name)
+        try:  # 5: nothing there is marked so
+            command = (python, "-m", "pytest", *arguments, *session.posargs)
+            session.run(*command, env=ENVIRONMENT, success_codes=[0, 5])
+        except nox.command.CommandFailed:
+            failed.append(name)
+    if not session.posargs:
+        for name in ("other_pythons-3.12", "other_pythons-3.13"):
+            session.notify(name)
+    if failed:
+        session.error(f"failed: {'; '.join(failed)}")
+
+
+@nox.session(python=["3.12", "3.13"])
+def other_pythons(session: nox.Session) -> None:
+    """Run the tests on the other Pythons that the packages promise, where they are installed."""
     _install(session, *TEST_TOOLS)
-    session.run("python", "-m", "pytest", *session.posargs, env=ENVIRONMENT)
+    session.run("python", "-m", "pytest", *TWO_WORKERS, *session.posargs, env=ENVIRONMENT)
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def lint(session: nox.Session) -> None:
     """Style (ruff) and which module may import which (import-linter)."""
-    _install_once(session, lambda: session.install("-c", CONSTRAINTS, *LINT_TOOLS), "lint", *LINT_TOOLS)
-    session.run("ruff", "check", ".")
-    session.run("ruff", "format", "--check", ".")
-    sources = ":".join(str(ROOT / package / "src") for package in PACKAGES)
-    session.run("lint-imports", env={"PYTHONPATH": sources})
-    with _in_new_backend(session, env={"PYTHONPATH": sources}):
-        session.run("ruff", "check", ".")
-        session.run("ruff", "format", "--check", ".")
+    python = _python(session)
+    session.run(python, "-m", "ruff", "check", ".")
+    session.run(python, "-m", "ruff", "format", "--check", ".")
+    session.run(str(Path(python).with_name("lint-imports")))
+    with _in_new_backend(session, python):
+        session.run(python, "-m", "ruff", "check", ".")
+        session.run(python, "-m", "ruff", "format", "--check", ".")
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def typecheck(session: nox.Session) -> None:
     """Static types (mypy, strict) of packages and tests."""
-    _install(session, "nox", *TEST_TOOLS, *TYPE_TOOLS)
-    session.run("mypy")
-    with _in_new_backend(session):
-        session.run("mypy", env={"MYPYPATH": "src"})
+    python = _python(session)
+    session.run(python, "-m", "mypy")
+    with _in_new_backend(session, python):
+        session.run(python, "-m", "mypy", env={"MYPYPATH": "src"})
 
 
 @nox.session(venv_backend="none")
 def dev(session: nox.Session) -> None:
     """Create .venv with every package editable and the tools, for an editor and a shell."""
-    folder = ROOT / ".venv"
-    python = folder / "bin" / "python"
-    if not python.exists():
-        session.run(sys.executable, "-m", "venv", str(folder))
-    session.log("installing; this takes a few minutes, in silence")
-    tools = ("nox", "towncrier", *TEST_TOOLS, *LINT_TOOLS, *TYPE_TOOLS)
-    session.run(str(python), "-m", "pip", "install", "--quiet", *_install_arguments(*tools))
+    _python(session, ROOT / ".venv", "towncrier")
     session.log("Ready. Activate it with:  source .venv/bin/activate")
 
 
@@ -184,23 +233,38 @@ def turbo_real(session: nox.Session) -> None:
 
 
 @contextmanager
-def _in_new_backend(session: nox.Session, env: dict[str, str] | None = None) -> Iterator[None]:
+def _in_new_backend(session: nox.Session, python: str) -> Iterator[None]:
     """Write a new backend, whose code must meet the standards of its own pyproject, and work in its folder.
 
     Not below .nox: ruff leaves that folder out, and would find nothing to check.
     """
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "my-engine"
-        session.run(
-            "python", "-m", "verl_engine", "new-backend", "my_engine", "--output", str(folder), env=env, silent=True
-        )
+        session.run(python, "-m", "verl_engine", "new-backend", "my_engine", "--output", str(folder), silent=True)
         with session.chdir(folder):
             yield
 
 
+def _python(session: nox.Session, folder: Path = ROOT / ".nox" / "shared", *others: str) -> str:
+    """Return the Python of an environment with the packages, editable, and all tools."""
+    python = str(folder / "bin" / "python")
+    if not Path(python).exists():
+        session.run(sys.executable, "-m", "venv", str(folder))
+    tools = ("nox", *TEST_TOOLS, *LINT_TOOLS, *TYPE_TOOLS, *others)
+    pip = (python, "-m", "pip", "install", "--quiet")
+    _install_once(session, lambda: session.run(*pip, *_install_arguments(*tools)), folder, *tools)
+    return python
+
+
+def _repeated(times: int) -> tuple[str, ...]:
+    """Return pytest's arguments that run the selection so many times over."""
+    return (*TWO_WORKERS, "--durations=0", "--count", str(times), "--repeat-scope", "session", "-q")
+
+
 def _install(session: nox.Session, *tools: str) -> None:
     """Install the packages, editable, and the tools that a session needs."""
-    _install_once(session, lambda: session.install(*_install_arguments(*tools)), *tools)
+    folder = Path(session.virtualenv.location)
+    _install_once(session, lambda: session.install(*_install_arguments(*tools)), folder, *tools)
 
 
 def _install_arguments(*tools: str) -> tuple[str, ...]:
@@ -213,13 +277,13 @@ def _install_arguments(*tools: str) -> tuple[str, ...]:
     return ("-c", CONSTRAINTS, TORCH, *editable, *tools)
 
 
-def _install_once(session: nox.Session, install: Callable[[], None], *tools: str) -> None:
-    """Run ``install`` unless this virtual environment already holds just that."""
+def _install_once(session: nox.Session, install: Callable[[], object], folder: Path, *tools: str) -> None:
+    """Run ``install`` unless a virtual environment already holds just that."""
     recipe = hashlib.sha256(repr((sys.version, TORCH, tools)).encode())
     version = "core/src/verl_engine/__init__.py"
     for name in (CONSTRAINTS, version, *(f"{package}/pyproject.toml" for package in PACKAGES)):
         recipe.update((ROOT / name).read_bytes())
-    stamp = Path(session.virtualenv.location) / "installed.sha256"
+    stamp = folder / "installed.sha256"
     if stamp.exists() and stamp.read_text(encoding="utf-8") == recipe.hexdigest():
         session.log("the virtual environment is up to date")
         return

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,6 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Tests that start ranks share those; whole jobs share a Ray cluster; all others stay with their module.
     """
+    _thin_out(items)
     groups = {item: _group(item) for item in items}
     items.sort(key=lambda item: _ORDER.index(groups[item]) if groups[item] in _ORDER else len(_ORDER))
     for item, group in groups.items():
@@ -46,6 +48,29 @@ def _group(item: pytest.Item) -> str:
     if isinstance(item, pytest.Function) and {"task", "cluster"} & set(item.fixturenames):
         return "jobs"
     return "ranks" if item.get_closest_marker("dist") else item.nodeid.partition("::")[0]
+
+
+def _thin_out(items: list[pytest.Item]) -> None:
+    """Leave to the nightly what ``@pytest.mark.thinned(n)`` allows: all but a selection with each n values together."""
+    matrices = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("thinned"):
+            matrices[item.nodeid.partition("[")[0]].append(item)
+    for matrix in matrices.values():
+        mark = matrix[0].get_closest_marker("thinned")
+        together = {item: _values_together(item, *mark.args) for item in matrix} if mark else {}
+        missing = set[object]().union(*together.values())
+        while missing:
+            best = max(together, key=lambda item: len(together[item] & missing))
+            missing -= together.pop(best)
+        for item in together:
+            item.add_marker(pytest.mark.nightly)
+
+
+def _values_together(item: pytest.Item, strength: int) -> set[object]:
+    """Every choice of so many parameters of a test, with their values."""
+    values = item.callspec.params.items() if isinstance(item, pytest.Function) else ()
+    return set(combinations(sorted((name, repr(value)) for name, value in values if "repeat" not in name), strength))
 
 
 def _failed(terminalreporter: pytest.TerminalReporter) -> Iterable[str]:

@@ -64,6 +64,7 @@ def ranks(request: pytest.FixtureRequest, rank_pools: RankPools) -> tuple[int, R
 
 
 @pytest.mark.dist
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("gradient_sync", ["last_micro_batch", "every_micro_batch"])
 @pytest.mark.parametrize(

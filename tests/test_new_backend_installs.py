@@ -13,16 +13,14 @@ import subprocess
 import sys
 import sysconfig
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.repository import ROOT
 from verl_engine.command.backend_names import BackendNames
 from verl_engine.command.backend_template import render_project
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 GAPS = {"multi_rank", "resharding", "every_micro_batch_sync", "bf16", "fp16", "lora", "value_head"}
 
@@ -88,6 +86,18 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> FreshEnvironment:
     return environment
 
 
+def test_a_wheel_would_carry_the_whole_template() -> None:
+    builder = pytest.importorskip("hatchling.builders.wheel", reason="wheels are built with hatchling").WheelBuilder
+    templates = Path("verl_engine/command/templates")
+    carried = {Path(file.distribution_path) for file in builder(str(ROOT / "core")).recurse_included_files()}
+    written = {
+        path.relative_to(ROOT / "core" / "src") for path in (ROOT / "core" / "src" / templates).rglob("*.template")
+    }
+    assert len(written) > 5
+    assert written <= carried
+
+
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_wheel_carries_the_whole_template(fresh: FreshEnvironment) -> None:
     project = fresh.folder / "my-engine"
@@ -95,6 +105,7 @@ def test_the_wheel_carries_the_whole_template(fresh: FreshEnvironment) -> None:
         assert (project / path).read_text(encoding="utf-8") == text
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_it_is_listed_as_ready(fresh: FreshEnvironment) -> None:
     backends = {entry["name"]: entry for entry in json.loads(fresh.run("backends", "--json"))}
@@ -105,6 +116,7 @@ def test_it_is_listed_as_ready(fresh: FreshEnvironment) -> None:
     assert mine["devices"] == ["cpu", "cuda", "npu"]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_doctor_finds_nothing_wrong_with_it(fresh: FreshEnvironment) -> None:
     found = json.loads(fresh.run("doctor", "--backend", "my_engine", "--patches", "--json"))
@@ -112,6 +124,7 @@ def test_the_doctor_finds_nothing_wrong_with_it(fresh: FreshEnvironment) -> None
     assert found["patches"] == [{"backend": "my_engine", "patches": [], "waiting": [], "promised": {}, "error": ""}]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.dist
 def test_it_passes_the_conformance_kit(fresh: FreshEnvironment) -> None:
@@ -123,6 +136,7 @@ def test_it_passes_the_conformance_kit(fresh: FreshEnvironment) -> None:
     assert [reason for reason, gap in zip(reasons, gaps, strict=True) if not gap or gap[1] not in GAPS] == []
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_its_own_tests_are_those_of_the_kit(fresh: FreshEnvironment) -> None:
     python = str(fresh.folder / "venv" / "bin" / "python")

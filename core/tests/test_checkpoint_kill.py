@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 NUM_STEPS: Final = 30
-NUM_KILLS: Final = 10
 SYSTEM_CALLS: Final = ("fsync", "rename", "rmdir", "unlink", "mkdir")
 """Whatever changes what is on the disk for good goes through one of these."""
 
@@ -116,8 +115,9 @@ def require_right(store: CheckpointStore, expected: dict[int, dict[str, torch.Te
         assert all(torch.equal(tensor, expected[step][name]) for name, tensor in weights(engine).items())
 
 
-def test_killed_at_ten_drawn_moments_the_one_before_loads_and_the_run_ends_bit_equal(
-    tmp_path: Path, context: ForkServerContext
+@pytest.mark.parametrize("num_kills", [2, pytest.param(10, marks=pytest.mark.nightly)])
+def test_killed_at_drawn_moments_the_one_before_loads_and_the_run_ends_bit_equal(
+    tmp_path: Path, context: ForkServerContext, num_kills: int
 ) -> None:
     seed = secrets.randbits(32)
     print(f"seed of the moments: {seed}")  # noqa: T201 - pytest shows it where the test fails
@@ -125,7 +125,7 @@ def test_killed_at_ten_drawn_moments_the_one_before_loads_and_the_run_ends_bit_e
     expected = uninterrupted(NUM_STEPS)
     store = CheckpointStore(tmp_path / "root")
     latest = 0
-    for _ in range(NUM_KILLS):
+    for _ in range(num_kills):
         process = context.Process(target=train, args=(str(store.root), NUM_STEPS, True))
         process.start()
         while process.is_alive() and (store.latest() or 0) <= latest and latest < NUM_STEPS - 1:
@@ -145,15 +145,16 @@ def test_killed_at_ten_drawn_moments_the_one_before_loads_and_the_run_ends_bit_e
     assert sorted(path.name for path in store.root.iterdir()) == [f"step-{step:08d}" for step in store.steps()]
 
 
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.nightly)])
 def test_killed_before_any_of_its_system_calls_a_save_leaves_a_whole_checkpoint(
-    tmp_path: Path, context: ForkServerContext
+    tmp_path: Path, context: ForkServerContext, every: int
 ) -> None:
     expected = uninterrupted(2)
     call = 0
     exit_code: int | None = -signal.SIGKILL
     seen = set()
     while exit_code == -signal.SIGKILL:
-        call += 1
+        call += every
         store = CheckpointStore(tmp_path / f"call-{call}")
         engine = make(warmup_steps=5)
         torch.manual_seed(0)
@@ -167,5 +168,5 @@ def test_killed_before_any_of_its_system_calls_a_save_leaves_a_whole_checkpoint(
         seen.add(tuple(store.steps()))
         require_right(store, expected)
     assert exit_code == 0
-    assert seen == {(1,), (1, 2), (2,)}
+    assert seen == {(1,), (1, 2), (2,)} or every > 1
     assert call > 10

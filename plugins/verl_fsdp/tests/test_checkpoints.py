@@ -87,6 +87,7 @@ CASES = {
 }
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_bit_equal_and_training_goes_on(

@@ -21,6 +21,11 @@ class TestFsdp2(EngineConformance):
 class TestFsdp2Padded(EngineConformance):
     backend = "fsdp2"
     settings: ClassVar[Mapping[str, Any]] = {"packing": False}
+    only = ("accumulation/all_ranks", "log_probs/together", "deadlock/idle_ranks")
+
+
+@pytest.mark.nightly
+class TestFsdp2PaddedInAll(TestFsdp2Padded):
     only = ("accumulation", "log_probs", "modes", "deadlock/idle_ranks")
 
 
@@ -28,6 +33,11 @@ class TestFsdp2Padded(EngineConformance):
 class TestFsdp2KeepsParametersGathered(EngineConformance):
     backend = "fsdp2"
     settings: ClassVar[Mapping[str, Any]] = {"reshard_after_forward": False}
+    only = ("accumulation/one_rank", "recovery/middle_micro_batch", "snapshots/exact", "weights/saved_folder")
+
+
+@pytest.mark.nightly
+class TestFsdp2KeepsParametersGatheredInAll(TestFsdp2KeepsParametersGathered):
     only = ("accumulation", "recovery", "snapshots/exact", "weights/saved_folder")
 
 
@@ -40,6 +50,11 @@ class TestFsdp1(EngineConformance):
 class TestFsdp1Padded(EngineConformance):
     backend = "fsdp"
     settings: ClassVar[Mapping[str, Any]] = {"packing": False}
+    only = ("accumulation/one_rank", "log_probs/together", "modes")
+
+
+@pytest.mark.nightly
+class TestFsdp1PaddedInAll(TestFsdp1Padded):
     only = ("accumulation", "log_probs", "modes", "deadlock/idle_ranks")
 
 
@@ -47,4 +62,9 @@ class TestFsdp1Padded(EngineConformance):
 class TestFsdp1KeepsParametersGathered(EngineConformance):
     backend = "fsdp"
     settings: ClassVar[Mapping[str, Any]] = {"reshard_after_forward": False}
+    only = ("accumulation/all_ranks", "recovery/backward", "snapshots/exact")
+
+
+@pytest.mark.nightly
+class TestFsdp1KeepsParametersGatheredInAll(TestFsdp1KeepsParametersGathered):
     only = ("accumulation", "recovery", "snapshots/exact", "weights/saved_folder")

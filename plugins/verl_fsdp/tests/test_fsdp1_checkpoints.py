@@ -104,6 +104,7 @@ def resume_and_step_twice(rank: int, folder: Path, backend: str, where: Path) ->
     return driver.weights()
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize(("before", "after"), [("fsdp", "fsdp2"), ("fsdp2", "fsdp")])
 @pytest.mark.parametrize(("num_before", "num_after"), [(2, 1), (1, 2), (2, 3)])
 def test_a_run_goes_on_with_the_other_backend_on_other_ranks(

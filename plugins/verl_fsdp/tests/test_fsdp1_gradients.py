@@ -93,6 +93,7 @@ def test_gradient_and_norm_are_those_of_one_process(model_folder: Path, two_rank
         assert (error <= 2e-6, norm_error <= 2e-6) == (True, True), (error, norm_error)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_compiled_blocks_give_the_gradient_of_one_process(model_folder: Path, rank_pools: RankPools) -> None:
     pool = rank_pools.get(2)
@@ -101,6 +102,7 @@ def test_compiled_blocks_give_the_gradient_of_one_process(model_folder: Path, ra
         assert (error <= 2e-6, norm_error <= 2e-6) == (True, True), (error, norm_error)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @pytest.mark.parametrize("gradient_sync", ["last_micro_batch", "every_micro_batch"])
 def test_gradient_and_norm_are_right_in_several_copies(
@@ -156,6 +158,7 @@ def accumulated_and_summed(rank: int, folder: Path, settings: dict[str, Any], nu
     return relative_error(accumulated, summed)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("shard_ranks", [None, 1])
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16", "float16"])

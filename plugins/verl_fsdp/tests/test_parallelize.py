@@ -122,9 +122,25 @@ def compiled_on_rank(rank: int, folder: Path, world_size: int) -> list[int]:
     return graphs
 
 
+def compiled_log_probs(rank: int, folder: Path) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    drivers = (
+        build(rank, folder, 1, forward_only=True, **way)[0]
+        for way in ({}, {"compile": True, "compile_backend": "eager"})
+    )
+    plain, compiled_too = (driver.infer(make_sequences(3)) for driver in drivers)
+    return plain, compiled_too
+
+
+@pytest.mark.dist
+def test_compiled_blocks_give_the_log_probs_of_plain_ones(model_folder: Path, rank_pools: RankPools) -> None:
+    ((plain, found),) = rank_pools.run(compiled_log_probs, model_folder, world_size=1)
+    assert all(torch.equal(new, old) for new, old in zip(found, plain, strict=True))
+
+
+@pytest.mark.nightly
 @pytest.mark.dist
 @pytest.mark.slow
-def test_compiled_blocks_fit_every_micro_batch_and_give_the_gradient_of_one_process(
+def test_compiled_blocks_fit_fit_every_micro_batch_and_give_the_gradient_of_one_process(
     model_folder: Path, ranks: RankPool
 ) -> None:
     for graphs in ranks.run(compiled_on_rank, model_folder, ranks.world_size, timeout_s=280.0):
@@ -158,7 +174,9 @@ HYBRID: Final[dict[str, dict[str, Any]]] = {
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("way", HYBRID)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.nightly if index % 3 else []) for index, way in enumerate(HYBRID)]
+)
 def test_copies_on_four_ranks_give_the_gradient_of_one_process(
     model_folder: Path, four_ranks: RankPool, way: str
 ) -> None:

@@ -21,6 +21,11 @@ class TestFsdpTurbo(EngineConformance):
 class TestACopyOnEachRank(EngineConformance):
     backend = "fsdp_turbo"
     settings: ClassVar[Mapping[str, Any]] = {"fully_shard_parallel_size": 1}
+    only = ("accumulation/all_ranks", "optimizer/clipping")
+
+
+@pytest.mark.nightly
+class TestACopyOnEachRankInAll(TestACopyOnEachRank):
     only = ("accumulation", "optimizer/clipping", "weights/saved_folder")
 
 
@@ -28,4 +33,9 @@ class TestACopyOnEachRank(EngineConformance):
 class TestOffloaded(EngineConformance):
     backend = "fsdp_turbo"
     settings: ClassVar[Mapping[str, Any]] = {"offload_policy": True, "memory": {"recompute": True}}
+    only = ("accumulation/one_rank", "optimizer/clipping", "snapshots/independent", "recovery/backward")
+
+
+@pytest.mark.nightly
+class TestOffloadedInAll(TestOffloaded):
     only = ("accumulation", "optimizer/clipping", "snapshots/independent", "recovery")

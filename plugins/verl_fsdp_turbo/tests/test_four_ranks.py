@@ -45,6 +45,7 @@ EXPERT_LAYOUTS: Final[dict[str, dict[str, Any]]] = {
 
 
 @pytest.mark.dist
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 def test_divided_experts_train_as_whole_ones_in_every_layout(tmp_path: Path, four: RankPool, layout: str) -> None:
     folder = write_experts(tmp_path / "moe", 4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 import torch.distributed as dist
@@ -60,14 +60,24 @@ def _resume(
     return _go_on(driver)
 
 
-@pytest.mark.parametrize("source", ["tp", "dp", "fsdp2"])
+DIVISIONS: Final[dict[str, dict[str, Any]]] = {**LAYOUTS, "fsdp2": FSDP}
+
+
+@pytest.mark.parametrize(
+    ("source", "targets"),
+    [
+        ("tp", ("pp", "fsdp2")),
+        ("dp", ("tp", "cp", "dp, whole optimizer")),
+        ("fsdp2", ("tp, sequence", "dp")),
+        *(pytest.param(source, tuple(DIVISIONS), marks=pytest.mark.nightly) for source in ("tp", "dp", "fsdp2")),
+    ],
+)
 def test_a_run_goes_on_under_any_other_division(
-    ranks: RankPool, model_folder: Path, tmp_path: Path, source: str
+    ranks: RankPool, model_folder: Path, tmp_path: Path, source: str, targets: tuple[str, ...]
 ) -> None:
-    cases = {**LAYOUTS, "fsdp2": FSDP}
-    losses, weights = ranks.run(_save, model_folder, tmp_path, cases[source], 2)[0]
-    for name, settings in cases.items():
-        for found_losses, found in ranks.run(_resume, model_folder, tmp_path, settings):
+    losses, weights = ranks.run(_save, model_folder, tmp_path, DIVISIONS[source], 2)[0]
+    for name in targets:
+        for found_losses, found in ranks.run(_resume, model_folder, tmp_path, DIVISIONS[name]):
             assert found_losses == pytest.approx(losses, abs=1e-5), name
             assert furthest(found, weights)[1] < 1e-5, name
 

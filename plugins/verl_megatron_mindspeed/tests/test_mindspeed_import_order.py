@@ -72,6 +72,7 @@ def test_an_engine_that_needs_other_patches_is_refused(prepared: dict[str, Any])
     assert "recompute_granularity='full' (MindSpeed has None)" in prepared["other"]["text"]
 
 
+@pytest.mark.nightly
 def test_the_newer_package_is_applied_the_same_way(tmp_path: Path) -> None:
     package = tmp_path / "megatron_adaptor"
     shutil.copytree(FAKES / "mindspeed" / "mindspeed", package)
@@ -107,12 +108,22 @@ answer = {{"refusal": attempt(globals()[last]), "views": views(), "later": attem
 @pytest.mark.parametrize(
     ("events", "importer"),
     [
-        (("framework", "prepare"), "imported by __main__ ({folder}/script.py, line "),
-        (("handler", "prepare"), "imported by snapshot_handler ({folder}/snapshot_handler.py, line 2)"),
-        (("adaptor", "prepare"), "imported by mindspeed.patch_utils ("),
-        (("handler", "adaptor", "prepare"), "imported by snapshot_handler ({folder}/snapshot_handler.py, line 2)"),
+        pytest.param(events, importer, id="-".join(events), marks=marks)
+        for events, importer, marks in (
+            (("framework", "prepare"), "imported by __main__ ({folder}/script.py, line ", pytest.mark.nightly),
+            (
+                ("handler", "prepare"),
+                "imported by snapshot_handler ({folder}/snapshot_handler.py, line 2)",
+                pytest.mark.nightly,
+            ),
+            (("adaptor", "prepare"), "imported by mindspeed.patch_utils (", pytest.mark.nightly),
+            (
+                ("handler", "adaptor", "prepare"),
+                "imported by snapshot_handler ({folder}/snapshot_handler.py, line 2)",
+                (),
+            ),
+        )
     ],
-    ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
 )
 def test_whoever_imports_megatron_first_is_named_and_the_process_refused(
     tmp_path: Path, events: tuple[str, ...], importer: str

@@ -116,19 +116,26 @@ def test_two_ranks_train_as_one_process_does(
         check(found, alone[model])
 
 
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        pytest.param("dense, tied", {**TP, **PP}, id="TP2, PP2"),
+        *(
+            pytest.param(model, settings, marks=pytest.mark.nightly)
+            for model, settings in (
+                ("dense, tied", {**SP, "context_parallel_size": 2, "recompute": "full"}),
+                ("dense, tied", {**VPP, **OVERLAP}),  # and two data-parallel ranks
+                ("experts", {**SP, "expert_parallel_size": 2}),  # ranks exchange tokens in parts of different lengths
+                ("experts", {**OVERLAP, "expert_parallel_size": 2}),  # and two ranks that hold the same experts
+            )
+        ),
+    ],
+)
 def test_four_ranks_train_as_one_process_does(
-    rank_pools: RankPools, folders: dict[str, Path], alone: dict[str, Record]
+    rank_pools: RankPools, folders: dict[str, Path], alone: dict[str, Record], model: str, settings: dict[str, Any]
 ) -> None:
-    layouts: tuple[tuple[str, dict[str, Any]], ...] = (
-        ("dense, tied", {**TP, **PP}),
-        ("dense, tied", {**SP, "context_parallel_size": 2, "recompute": "full"}),
-        ("dense, tied", {**VPP, **OVERLAP}),  # and two data-parallel ranks
-        ("experts", {**SP, "expert_parallel_size": 2}),  # ranks exchange tokens in parts of different lengths
-        ("experts", {**OVERLAP, "expert_parallel_size": 2}),  # and two ranks that hold the same experts
-    )
-    for model, settings in layouts:
-        for found in prepared(rank_pools, 4).run(train, folders[model], settings):
-            check(found, alone[model])
+    for found in prepared(rank_pools, 4).run(train, folders[model], settings):
+        check(found, alone[model])
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -85,6 +85,25 @@ def test_ranks_without_their_group_are_replaced(pools: RankPools) -> None:
     assert first.is_closed
 
 
+def make_groups(_rank: int) -> int:
+    for _ in range(8):
+        dist.new_group()
+    return dist.distributed_c10d._world.group_count
+
+
+def end_groups() -> None:
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
+def test_ranks_with_many_groups_are_replaced_unless_the_groups_are_ended(pools: RankPools) -> None:
+    kept, tidied = pools.get(1), pools.get(1, tidy=end_groups)
+    for pool in (kept, tidied):
+        pool.run(make_groups)
+    assert [pool.is_worn for pool in (kept, tidied)] == [True, False]
+
+
 def test_those_used_longest_ago_end_first(pools: RankPools, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("verl_engine.testing.rank_pools._MOST_RANKS", 2)
     first, second = pools.get(1), pools.get(1, prepare=set_mark)

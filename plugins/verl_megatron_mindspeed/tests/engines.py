@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ LAYOUTS: Final[dict[str, dict[str, Any]]] = {
 
 def forget_groups() -> None:
     """Let ranks be divided anew, and end Megatron's groups, of which each has threads; every rank does."""
+    if "megatron.core.parallel_state" not in sys.modules:
+        return
     import torch.distributed as dist
     from megatron.core import parallel_state
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from plugins.verl_megatron_mindspeed.tests.engines import forget_groups
 from verl_engine.contract.validation import validate
 from verl_engine.host.backend_host import BackendHost
 
@@ -21,4 +22,4 @@ def prepare() -> None:
 
 def prepared(pools: RankPools, world_size: int) -> RankPool:
     """Return ranks of a session; Megatron is imported in them only when something asks for it."""
-    return pools.get(world_size, prepare=prepare, must_precede=("megatron",))
+    return pools.get(world_size, prepare=prepare, must_precede=("megatron",), tidy=forget_groups)

@@ -74,6 +74,7 @@ class RankPool:
         device: str = "cpu",
         must_precede: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        tidy: Callable[[], None] | None = None,
     ) -> None:
         """Start the ranks; they are not waited for.
 
@@ -83,6 +84,7 @@ class RankPool:
             device: kind of device whose collectives are used.
             must_precede: modules that may not be imported before `prepare`; then nothing is preloaded that would.
             environment: variables that each gets before `prepare`.
+            tidy: called in each after a call that all of them answered, such as to end process groups.
         """
         self.world_size = world_size
         self.is_closed = False
@@ -102,7 +104,7 @@ class RankPool:
             here, there = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, world_size, self._folder.name, there, environment or {}, prepare, device),
+                args=(rank, world_size, self._folder.name, there, environment or {}, prepare, tidy, device),
                 daemon=True,
             )
             process.start()
@@ -224,6 +226,7 @@ def _serve(
     pipe: Connection,
     environment: Mapping[str, str],
     prepare: Callable[[], None] | None,
+    tidy: Callable[[], None] | None,
     device: str,
 ) -> None:
     """Be one rank: join the group, answer calls until there are no more."""
@@ -254,7 +257,7 @@ def _serve(
             continue
         if job is None:
             break
-        pipe.send_bytes(pickle.dumps(start) if isinstance(start, _Failure) else _answer(rank, start, *job))
+        pipe.send_bytes(pickle.dumps(start) if isinstance(start, _Failure) else _answer(rank, start, tidy, *job))
     _leave_group()
 
 
@@ -276,10 +279,18 @@ def _join_group(rank: int, world_size: int, folder: str, device: str) -> None:
     )
 
 
-def _answer(rank: int, start: RankState, function: Callable[..., Any], args: tuple[object, ...]) -> bytes:
+def _answer(
+    rank: int,
+    start: RankState,
+    tidy: Callable[[], None] | None,
+    function: Callable[..., Any],
+    args: tuple[object, ...],
+) -> bytes:
     start.restore()
     try:
         result = function(rank, *args)
+        if tidy is not None:
+            tidy()
         return pickle.dumps((result, start.is_worn()))
     except BaseException as error:  # noqa: BLE001 - also a SystemExit must reach the parent
         return pickle.dumps(_describe(rank, error))

@@ -46,17 +46,23 @@ class RankPools:
         prepare: Callable[[], None] | None = None,
         must_precede: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        tidy: Callable[[], None] | None = None,
         device: str = "cpu",
     ) -> RankPool:
         """Return ranks that are as asked for; arguments as those of `RankPool`."""
-        settings = (world_size, prepare, tuple(must_precede), tuple(sorted((environment or {}).items())), device)
+        settings = (world_size, prepare, tuple(must_precede), tuple(sorted((environment or {}).items())), tidy, device)
         key = (*settings, tuple(sys.path))  # ranks import from where this process does
         pool = self._pools.pop(key, None)
         if pool is not None and (self._is_fresh or pool.is_worn):
             pool.close()
         if pool is None or pool.is_closed:
             pool = RankPool(
-                world_size, prepare=prepare, must_precede=must_precede, environment=environment, device=device
+                world_size,
+                prepare=prepare,
+                must_precede=must_precede,
+                environment=environment,
+                tidy=tidy,
+                device=device,
             )
         self._pools[key] = pool
         self._close_oldest()

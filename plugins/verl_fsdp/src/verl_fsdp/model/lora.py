@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import copy
 import importlib
-from contextlib import contextmanager
+import logging
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
 from verl_engine.contract.errors import ModelError
 from verl_engine.engine.weights.module_weights import Exported, LowRank, kept_by_first_rank, write_folder
+from verl_fsdp.model.linear_layers import linear_layers, value_head
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -28,8 +30,8 @@ if TYPE_CHECKING:
 
 ADAPTER: Final = "default"
 """peft's name for the adapter, a part of its weights' names."""
-VALUE_HEADS: Final = ("score", "classifier")
-"""What transformers calls the last layer of its token classifiers. It is new in a critic, so it is trained whole."""
+_BASE: Final = ".base_layer."
+_LOG: Final = logging.getLogger(__name__)
 
 
 def inject_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
@@ -42,24 +44,52 @@ def inject_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int) -> None
         lora: what to adapt.
         seed: of A. This process's random numbers are left as they are.
     Raises:
-        ModelError: peft is missing, or the model has no such linear layers.
+        ModelError: peft is missing, the model has no such linear layers, or peft adapts others.
     """
     peft = import_peft()
+    targets = target_names(model, lora.target_modules)
     config = peft.LoraConfig(
-        task_type="TOKEN_CLS" if _value_head(model) else "CAUSAL_LM",
+        task_type="TOKEN_CLS" if value_head(model) else "CAUSAL_LM",
         base_model_name_or_path=model.config.name_or_path or None,
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=_short(model, target_names(model, lora.target_modules)),
+        target_modules=_short(model, targets),
     )
-    head = _value_head(model)
+    head = value_head(model)
+    plain_names = set(model.state_dict())
     on_meta = any(parameter.is_meta for parameter in model.parameters())
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        peft.inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=on_meta)
+    # A module without a config: for some types of models peft exchanges the layers asked for by others.
+    holder = torch.nn.ModuleDict({"model": model})
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            peft.inject_adapter_in_model(config, holder, ADAPTER, low_cpu_mem_usage=on_meta)
+    except Exception as error:  # peft raises all kinds
+        raise ModelError(
+            f"engine.lora.target_modules={list(lora.target_modules)}: peft cannot adapt {type(model).__name__}: {error}"
+        ) from error
+    cast("Any", model).peft_config = cast("Any", holder).peft_config
+    _check_injected(model, targets, plain_names)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter_weight(name) or name.split(".", 1)[0] == head)
+
+
+def _check_injected(model: PreTrainedModel, targets: list[str], plain_names: set[str]) -> None:
+    """Compare the layers that have adapters with those asked for, and the names to be exported with the plain model's.
+
+    Raises:
+        ModelError: they differ: what would be trained, or saved, is not what was asked for.
+    """
+    adapted = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    exported = {name.replace(_BASE, ".") for name in model.state_dict() if not is_adapter_weight(name)}
+    for what, found, expected in (("layers", adapted, set(targets)), ("weights", exported, plain_names)):
+        if found != expected:
+            raise ModelError(
+                f"engine.lora: peft changed other {what} of {type(model).__name__} than asked for: "
+                f"{sorted(found - expected)[:5]} in place of {sorted(expected - found)[:5]}; name other layers in "
+                "engine.lora.target_modules"
+            )
 
 
 def import_peft() -> Any:
@@ -83,26 +113,48 @@ def target_names(model: PreTrainedModel, patterns: tuple[str, ...]) -> list[str]
         model: not adapted yet.
         patterns: names, ends of names after a dot, or ``all-linear``. Output layer and value head are never meant.
     Raises:
-        ModelError: a pattern fits no linear layer.
+        ModelError: a pattern fits no linear layer, or one that is not called as such.
     """
-    output = model.get_output_embeddings()  # its weight may be the embedding's, and log-probs do not call it
-    head = _value_head(model)
-    linear = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and module is not output and name != head
-    ]
+    adaptable, others = linear_layers(model)
     chosen: set[str] = set()
     for pattern in patterns:
-        fitting = {name for name in linear if pattern == "all-linear" or f".{name}".endswith(f".{pattern}")}
+        fitting = {name for name in adaptable if _fits(name, pattern)}
+        refused = {name: why for name, why in others.items() if _fits(name, pattern)}
+        if pattern == "all-linear" and refused:
+            _LOG.warning("engine.lora.target_modules=all-linear leaves out %s", _listed(refused))
+        elif refused:
+            raise ModelError(
+                f"engine.lora.target_modules={pattern!r} cannot be adapted in {type(model).__name__}: "
+                f"{_listed(refused)}; leave it out, or use all-linear"
+            )
         if not fitting:
-            ends = sorted({name.rpartition(".")[2] for name in linear})
+            ends = sorted({name.rpartition(".")[2] for name in adaptable})
             raise ModelError(
                 f"engine.lora.target_modules={pattern!r} fits no linear layer of {type(model).__name__}; they are "
-                f"{', '.join(ends) or 'none'}, or all-linear"
+                f"{', '.join(ends) or 'none'}, or all-linear{_fused(model, pattern)}"
             )
         chosen |= fitting
-    return [name for name in linear if name in chosen]
+    return [name for name in adaptable if name in chosen]
+
+
+def _fits(name: str, pattern: str) -> bool:
+    return pattern == "all-linear" or f".{name}".endswith(f".{pattern}")
+
+
+def _listed(refused: dict[str, str]) -> str:
+    """Say which layers are not adapted and why, those of one last name once."""
+    by_end = {name.rpartition(".")[2]: why for name, why in refused.items()}
+    return ", ".join(f"{end} ({why})" for end, why in sorted(by_end.items()))
+
+
+def _fused(model: torch.nn.Module, pattern: str) -> str:
+    """Say where weights of experts are that somebody may have meant."""
+    end = pattern.rpartition(".")[2].removesuffix("_proj")
+    for name, parameter in model.named_parameters():
+        held = name.rpartition(".")[2]
+        if parameter.ndim == 3 and end in held.split("_"):  # noqa: PLR2004 - experts, outputs, inputs
+            return f". Experts are fused in {held}, which is no linear layer and gets no adapter"
+    return ""
 
 
 @contextmanager
@@ -139,13 +191,13 @@ def low_rank_exports(exported: dict[str, Exported], lora: LoraConfig) -> dict[st
     for name, entry in exported.items():
         if is_adapter_weight(name):
             continue
-        layer, is_base, _ = name.partition(".base_layer.")
+        layer, is_base, _ = name.partition(_BASE)
         a_RI = exported.get(f"{layer}.lora_A{suffix}") if is_base and name.endswith(".weight") else None
         low_rank = None
         if a_RI is not None:
             b_OR = exported[f"{layer}.lora_B{suffix}"]
             low_rank = LowRank(a_RI.tensor, b_OR.tensor, lora.alpha / lora.rank)
-        plain[name.replace(".base_layer.", ".")] = Exported(entry.tensor, low_rank)
+        plain[name.replace(_BASE, ".")] = Exported(entry.tensor, low_rank)
     return plain
 
 
@@ -167,9 +219,10 @@ def save_adapter(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tens
     state = {f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": tensor for name, tensor in kept.items()}
     config = copy.copy(cast("Any", model).peft_config[ADAPTER])
     config.inference_mode = True
-    head = _value_head(model)
+    head = value_head(model)
     if head is not None:
         config.modules_to_save = [head]  # new in this model, so it travels with the adapter
+    _warn_if_peft_reads_others(model, config)
 
     def write(partial: Path) -> None:
         from safetensors.torch import save_file  # comes with transformers
@@ -181,6 +234,23 @@ def save_adapter(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tens
     write_folder(folder, write)
 
 
-def _value_head(model: torch.nn.Module) -> str | None:
-    """Name a critic's last layer; None for a language model."""
-    return next((name for name in VALUE_HEADS if isinstance(getattr(model, name, None), torch.nn.Module)), None)
+def _warn_if_peft_reads_others(model: torch.nn.Module, config: Any) -> None:
+    """Say so where peft, under transformers 5, takes names of layers for those of experts that are fused there.
+
+    Upstream: ``_MOE_TARGET_MODULE_MAPPING`` of peft 0.21, which knows a shared expert's gate_proj by its name alone.
+    """
+    try:
+        conversion = importlib.import_module("peft.utils.transformers_weight_conversion")
+    except ImportError:
+        return  # an older release, which takes names as they are
+    read = copy.deepcopy(config)
+    with suppress(ValueError):  # it wants all that it would fuse, or none
+        conversion.convert_peft_config_for_transformers(read, model, None)
+        if set(read.target_modules) == set(config.target_modules):
+            return
+    _LOG.warning(
+        "peft will not load this adapter as it is: for models of type %s it takes %s for layers that transformers "
+        "fuses into experts; use the merged model of save_pretrained",
+        cast("Any", model).config.model_type,
+        ", ".join(sorted(config.target_modules)),
+    )

@@ -1,0 +1,156 @@
+"""Adapters on models of many kinds: on the layers asked for and no others, and saved as the plain model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+from verl_engine.contract.errors import ModelError
+from verl_engine.engine.weights.model_folder import ModelFolderWriter
+from verl_engine.engine.weights.module_weights import exported_tensors, full_weights
+from verl_fsdp.config import Fsdp2Config
+from verl_fsdp.model.loading import load_model
+from verl_fsdp.model.lora import low_rank_exports, save_adapter
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+ATTENTION = {f"self_attn.{name}_proj" for name in "qkvo"}
+MLP = {f"{name}_proj" for name in ("gate", "up", "down")}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+OF_DEEPSEEK = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+LATENT_ATTENTION = {
+    f"self_attn.{name}" for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+}
+SHARED = {*(f"mlp.{name}" for name in MLP), *(f"mlp.shared_experts.{name}" for name in MLP)}
+FAMILIES: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "glm4_moe": ({**OF_DEEPSEEK, "head_dim": 8}, ATTENTION | SHARED),
+    "qwen2_moe": (
+        {"num_experts": 4, "shared_expert_intermediate_size": 16},
+        ATTENTION | {f"mlp.shared_expert.{name}" for name in MLP} | {"mlp.shared_expert_gate"},
+    ),
+    "mixtral": ({"num_local_experts": 4}, ATTENTION),
+    "qwen3_moe": ({"num_experts": 4, "head_dim": 8}, ATTENTION),
+    "deepseek_v2": ({**OF_DEEPSEEK, **LATENT, "num_key_value_heads": 4}, LATENT_ATTENTION | SHARED),
+    "deepseek_v3": ({**OF_DEEPSEEK, **LATENT, "num_key_value_heads": 4}, LATENT_ATTENTION | SHARED),
+    "llama4_text": (
+        {"num_local_experts": 4, "intermediate_size_mlp": 64, "head_dim": 8},
+        ATTENTION | {f"feed_forward.shared_expert.{name}" for name in MLP},
+    ),
+    "gpt_oss": ({"num_local_experts": 4, "head_dim": 8}, ATTENTION),
+    "granitemoe": ({"num_local_experts": 4}, ATTENTION),
+    "olmoe": ({"num_experts": 4}, ATTENTION),
+    "phimoe": ({"num_local_experts": 4}, ATTENTION),
+}
+QUICK = ("glm4_moe", "qwen2_moe", "phimoe")
+
+
+def model_folder(folder: Path, model_type: str, **settings: Any) -> Path:
+    config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **settings})
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def adapted(folder: Path, *targets: str) -> tuple[Fsdp2Config, transformers.PreTrainedModel]:
+    lora = {"rank": 4, **({"target_modules": targets} if targets else {})}
+    config = Fsdp2Config.model_validate({"backend": "fsdp2", "device": "cpu", "packing": False, "lora": lora})
+    return config, load_model(config, folder, attention="eager")
+
+
+def layers(model: torch.nn.Module) -> set[str]:
+    """Return which layers have an adapter, without the number of their block."""
+    return {name.split(".", 3)[-1] for name, module in model.named_modules() if hasattr(module, "lora_A")}
+
+
+@pytest.mark.fault(1, 7)
+@pytest.mark.parametrize(
+    "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.nightly) for name in FAMILIES]
+)
+def test_all_linear_adapts_linear_layers_only_and_is_saved_as_the_plain_model(tmp_path: Path, family: str) -> None:
+    settings, expected = FAMILIES[family]
+    config, model = adapted(model_folder(tmp_path / "base", family, **settings))
+    assert layers(model) == expected
+    assert config.lora is not None
+    exported = low_rank_exports(exported_tensors(model, dict(model.named_parameters())), config.lora)
+    ModelFolderWriter(model).write(model, full_weights(exported, list(exported)), tmp_path / "saved")
+    base, saved = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("base", "saved")
+    )
+    assert saved.keys() == base.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in base.items())
+    model(torch.arange(3, 13)[None]).logits.sum().backward()  # every adapter is called, but for experts'
+    assert all(parameter.grad is not None for name, parameter in model.named_parameters() if "lora_B" in name)
+
+
+@pytest.mark.fault(7)
+def test_layers_that_are_called_otherwise_are_left_out_and_refused_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = model_folder(tmp_path / "phimoe", "phimoe", num_local_experts=4)
+    adapted(folder)
+    assert "all-linear leaves out router (a PhimoeTopKRouter, whose forward is its own)" in caplog.text
+    with pytest.raises(ModelError, match=r"target_modules='router' cannot be adapted.*PhimoeTopKRouter"):
+        adapted(folder, "router")
+    folder = model_folder(tmp_path / "gpt2", "gpt2", n_layer=1, n_embd=32, n_head=2)
+    with pytest.raises(ModelError, match=r"c_attn.*Conv1D, whose weight is transposed"):
+        adapted(folder, "c_attn")
+    folder = model_folder(tmp_path / "mamba", "mamba", state_size=4, time_step_rank=4)
+    _, model = adapted(folder)
+    assert layers(model) == {"mixer.in_proj"}
+    with pytest.raises(ModelError, match=r"dt_proj .MambaMixer uses its weight without calling it"):
+        adapted(folder, "dt_proj")
+
+
+@pytest.mark.fault(1)
+def test_what_experts_fuse_is_said_where_somebody_asks_for_it(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "base", "qwen3_moe", num_experts=4, head_dim=8)
+    with pytest.raises(
+        ModelError, match=r"'gate_proj' fits no linear layer.*fused in gate_up_proj, which is no linear"
+    ):
+        adapted(folder, "gate_proj")
+
+
+@pytest.mark.fault(1)
+def test_layers_of_one_name_that_experts_have_too_are_adapted_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = model_folder(tmp_path / "base", "glm4_moe", **FAMILIES["glm4_moe"][0])
+    _, model = adapted(folder, "gate_proj")
+    assert layers(model) == {"mlp.gate_proj", "mlp.shared_experts.gate_proj"}
+    save_adapter(model, [], tmp_path / "adapter")
+    assert "peft will not load this adapter as it is: for models of type glm4_moe it takes gate_proj" in caplog.text
+
+
+@pytest.mark.fault(1)
+def test_other_layers_than_asked_for_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = model_folder(tmp_path / "base", "qwen3", head_dim=8)
+    inject = peft.inject_adapter_in_model
+
+    def inject_elsewhere(config: Any, *args: Any, **settings: Any) -> Any:
+        config.target_modules = {"k_proj"}
+        return inject(config, *args, **settings)
+
+    monkeypatch.setattr(peft, "inject_adapter_in_model", inject_elsewhere)
+    with pytest.raises(ModelError, match=r"peft changed other layers.*k_proj.*in place of.*q_proj"):
+        adapted(folder, "q_proj")
+    monkeypatch.setattr(peft, "inject_adapter_in_model", lambda *_, **__: {}["no such layer"])
+    with pytest.raises(ModelError, match="peft cannot adapt Qwen3ForCausalLM: 'no such layer'"):
+        adapted(folder, "q_proj")

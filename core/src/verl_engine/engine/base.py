@@ -17,7 +17,7 @@ from verl_engine.engine.token_output import TokenOutput
 __all__ = ["DataParallel", "Engine", "LossFn", "TokenOutput", "WeightShard", "WeightSpec"]
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -105,6 +105,13 @@ class Engine(ABC):
     @abstractmethod
     def weight_specs(self) -> list[WeightSpec]:
         """List what `full_weights` exports, in its order; tied weights once. No collectives."""
+
+    def held_dtypes(self, dtype: torch.dtype) -> Mapping[str, torch.dtype]:  # noqa: ARG002 - for overriding
+        """Name the weights that a copy of the model loaded in a narrow dtype holds in another one, such as float32.
+
+        Weight sync and exports cast all others to it. None by default. No collectives.
+        """
+        return {}
 
     @abstractmethod
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:

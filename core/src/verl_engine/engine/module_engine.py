@@ -15,6 +15,7 @@ from verl_engine.engine.base import DataParallel, Engine
 from verl_engine.engine.checkpoints.module import load_module_state, module_state
 from verl_engine.engine.lr_schedule import lr_multiplier
 from verl_engine.engine.offload import PARTS, GradientSlot, Offload
+from verl_engine.engine.weights.held_dtypes import held_dtypes
 from verl_engine.engine.weights.model_folder import ModelFolderWriter
 from verl_engine.engine.weights.module_weights import (
     exported_tensors,
@@ -27,7 +28,7 @@ from verl_engine.engine.weights.module_weights import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -78,6 +79,7 @@ class ModuleEngine(Engine):
         # Between a forward and a backward a sharded module holds gathered parameters; these are the shards, always.
         self.parameters = dict(module.named_parameters())
         self._folder_writer = ModelFolderWriter(module)
+        self._held_dtypes: dict[torch.dtype, Mapping[str, torch.dtype]] = {}
         if config.forward_only:
             module.requires_grad_(False)
             return
@@ -170,6 +172,12 @@ class ModuleEngine(Engine):
     def weight_specs(self) -> list[WeightSpec]:
         """List the exported weights."""
         return weight_specs(self.exported())
+
+    def held_dtypes(self, dtype: torch.dtype) -> Mapping[str, torch.dtype]:
+        """Say what transformers does not cast to a dtype; see the base class."""
+        if dtype not in self._held_dtypes:
+            self._held_dtypes[dtype] = held_dtypes(self.module, dtype)
+        return self._held_dtypes[dtype]
 
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole weights; see the base class."""

@@ -222,13 +222,16 @@ class EngineWorker:
     def plan_weight_buckets(self, bucket_bytes: int, dtype: str | None = None) -> list[WeightBucket]:
         """Plan the export of all weights; the same on every rank. See `plan_buckets`.
 
+        What transformers holds in float32 in a model of that dtype stays float32: see `Engine.held_dtypes`.
+
         Raises:
             ConfigError: the dtype is none of floating-point numbers.
         """
         kind = getattr(torch, dtype, None) if dtype else None
         if dtype and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
             raise ConfigError(f"dtype={dtype} is no dtype that weights can be cast to; use one such as bfloat16")
-        return plan_buckets(self.engine.weight_specs(), bucket_bytes, kind)
+        held = self.engine.held_dtypes(kind) if kind else {}
+        return plan_buckets(self.engine.weight_specs(), bucket_bytes, kind, held)
 
     def write_weight_bucket(self, bucket: WeightBucket, buffer: npt.NDArray[np.uint8] | None) -> int:
         """Gather one bucket; see `write_bucket`. Ranks without a buffer only take part."""

@@ -15,12 +15,13 @@ from verl_engine.engine.checkpoints.folder_names import FolderNames
 from verl_engine.engine.checkpoints.folders import sync_folder, write_file
 from verl_engine.engine.checkpoints.manifest import MODEL_FOLDER, CheckpointManifest, copy_model_files
 from verl_engine.engine.checkpoints.reader import CheckpointReader
+from verl_engine.engine.weights.held_dtypes import cast_dtype
 from verl_engine.engine.weights.model_files import CONFIG, ModelFiles, saved_config
 from verl_engine.engine.weights.model_folder import main_dtype
 from verl_engine.engine.weights.module_weights import LowRank, merged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
 SHARD_BYTES: Final = 2 * 1024**3
@@ -68,7 +69,8 @@ def export_checkpoint(
     Args:
         folder: a whole checkpoint.
         output: does not exist yet.
-        dtype: of floating-point weights, such as ``bfloat16``; by default as they are in the checkpoint.
+        dtype: of floating-point weights, such as ``bfloat16``; by default as they are in the checkpoint. What
+            transformers keeps in float32 in such a model stays float32.
         model_folder: takes the place of the config and tokenizer files that the checkpoint remembers.
         shard_bytes: largest size of a file of weights, but for a single weight that is larger.
         on_shard: told which file is being written, from 1, and how many there are.
@@ -85,14 +87,15 @@ def export_checkpoint(
         raise ConfigError(
             f"{files_from} holds no config.json; give the model folder that the run began with: --model MODEL_FOLDER"
         )
-    sources = _sources(manifest, None if dtype is None else _float_dtype(dtype))
+    target = None if dtype is None else _float_dtype(dtype)
+    names = FolderNames(files_from, manifest.head)
+    sources = _sources(manifest, target, names.held_dtypes(target))
     partial = output.with_name(f".{output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     reader = CheckpointReader(folder)
     try:
         partial.mkdir(parents=True)
         _copy_files(files_from, partial, manifest, sources)
-        names = FolderNames(partial, manifest.head)
         groups = names.together({name: manifest.weights[source.name].shape for name, source in sources.items()})
         shards = _divide(groups, sources, shard_bytes)
         files = _write_shards(reader, manifest, sources, shards, names, partial, on_shard)
@@ -107,19 +110,20 @@ def export_checkpoint(
     return Exported(output, num_weights, sum(source.num_bytes for source in sources.values()), tuple(files))
 
 
-def _sources(manifest: CheckpointManifest, dtype: torch.dtype | None) -> dict[str, _Source]:
+def _sources(
+    manifest: CheckpointManifest, dtype: torch.dtype | None, held: Mapping[str, torch.dtype]
+) -> dict[str, _Source]:
     """Map exported names to what they are made of; names of adapted layers become plain ones."""
     found = {}
     for name, weight in manifest.weights.items():
         layer, is_adapter, _ = name.partition(".lora_")
         if is_adapter:
             continue
-        own = _dtype(weight.dtype)
-        target = dtype if dtype is not None and own.is_floating_point else own
         layer, is_base, rest = name.partition(_BASE)
         adapter = _adapter_of(layer, manifest) if is_base and rest == "weight" else None
-        size = target.itemsize * torch.Size(weight.shape).numel()
-        found[name.replace(_BASE, ".")] = _Source(name, adapter, target, size)
+        plain = name.replace(_BASE, ".")
+        target = cast_dtype(plain, _dtype(weight.dtype), dtype, held)
+        found[plain] = _Source(name, adapter, target, target.itemsize * torch.Size(weight.shape).numel())
     return found
 
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from verl_engine.engine.weights.held_dtypes import held_dtypes
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
@@ -47,6 +49,10 @@ class FolderNames:
             return weights
         found: dict[str, torch.Tensor] = self._revert(self._model, weights)
         return {name: tensor.contiguous() for name, tensor in found.items()}
+
+    def held_dtypes(self, dtype: torch.dtype | None) -> Mapping[str, torch.dtype]:
+        """Say which weights transformers does not cast to a dtype; none where it does not know the model."""
+        return {} if dtype is None else held_dtypes(self._model, dtype)
 
     def together(self, shapes: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
         """Group names so that what becomes one weight in the folder is translated at once."""

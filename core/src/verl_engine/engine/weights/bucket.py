@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from verl_engine.contract.errors import WeightsError
+from verl_engine.engine.weights.held_dtypes import cast_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -56,7 +57,10 @@ class WeightBucket:
 
 
 def plan_buckets(
-    specs: Sequence[WeightSpec], bucket_bytes: int, dtype: torch.dtype | None = None
+    specs: Sequence[WeightSpec],
+    bucket_bytes: int,
+    dtype: torch.dtype | None = None,
+    held: Mapping[str, torch.dtype] | None = None,
 ) -> list[WeightBucket]:
     """Lay weights into buckets in order.
 
@@ -64,12 +68,13 @@ def plan_buckets(
         specs: what the engine exports.
         bucket_bytes: size of a bucket; a larger single tensor gets a bucket of its own size.
         dtype: floating-point weights are cast to it on the way; by default they keep their own.
+        held: by name, other dtypes than that which some are cast to; see `Engine.held_dtypes`.
     """
     plan: list[WeightBucket] = []
     entries: list[BucketEntry] = []
     end = 0
     for spec in specs:
-        kept = spec.dtype if dtype is None or not spec.dtype.is_floating_point else dtype
+        kept = cast_dtype(spec.name, spec.dtype, dtype, held or {})
         entry = BucketEntry(spec.name, spec.shape, str(kept).removeprefix("torch."), end)
         if entries and end + entry.num_bytes > bucket_bytes:
             plan.append(WeightBucket(tuple(entries), end))

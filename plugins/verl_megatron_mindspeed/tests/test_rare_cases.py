@@ -79,6 +79,7 @@ def train_on_odd_lengths(rank: int, folder: Path, settings: dict[str, Any]) -> l
     return found
 
 
+@pytest.mark.fault(36)
 @pytest.mark.parametrize("name", DIVIDED)
 def test_single_tokens_long_sequences_and_empty_micro_batches(
     ranks: RankPool, folders: dict[str, Path], alone: dict[str, list[float]], name: str
@@ -86,6 +87,17 @@ def test_single_tokens_long_sequences_and_empty_micro_batches(
     kind, settings = DIVIDED[name]
     for found in ranks.run(train_on_odd_lengths, folders[kind], settings):
         assert found == pytest.approx(alone[kind], rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.fault(36, 37)
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_virtual_stages_compute_the_same_two_hundred_times(
+    ranks: RankPool, folders: dict[str, Path], alone: dict[str, list[float]]
+) -> None:
+    for run in range(200):
+        for found in ranks.run(train_on_odd_lengths, folders["dense"], DIVIDED["vpp"][1]):
+            assert found == pytest.approx(alone["dense"], rel=1e-4, abs=1e-4), f"run {run}"
 
 
 class LossWithoutGraph:

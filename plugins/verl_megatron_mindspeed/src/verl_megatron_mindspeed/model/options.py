@@ -27,13 +27,12 @@ _OF_MODEL: Final = """
 """They say which model it is: with others it would not be the folder's."""
 _OF_ENGINE: Final = """
     account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split autocast_dtype batch_p2p_comm
-    cuda_graph_impl cuda_graph_scope enable_autocast enable_cuda_graph external_cuda_graph finalize_model_grads_func
-    grad_scale_func grad_sync_func hybrid_context_parallel init_model_with_meta_device
-    microbatch_group_size_per_vp_stage moe_extended_tp moe_use_legacy_grouped_gemm no_sync_func
-    num_microbatches_with_partial_activation_checkpoints
-    overlap_moe_expert_parallel_comm
-    overlap_p2p_comm param_sync_func perform_initialization pipeline_model_parallel_layout timers
-    use_cpu_initialization use_ring_exchange_p2p
+    cuda_graph_impl cuda_graph_scope deallocate_pipeline_outputs enable_autocast enable_cuda_graph
+    external_cuda_graph finalize_model_grads_func grad_scale_func grad_sync_func hybrid_context_parallel
+    init_model_with_meta_device microbatch_group_size_per_vp_stage moe_extended_tp moe_use_legacy_grouped_gemm
+    no_sync_func num_microbatches_with_partial_activation_checkpoints overlap_moe_expert_parallel_comm
+    overlap_p2p_comm overlap_p2p_comm_warmup_flush param_sync_func perform_initialization
+    pipeline_model_parallel_layout timers use_cpu_initialization use_ring_exchange_p2p
 """
 """The engine's own work rests on them, such as that micro-batches may have any shape."""
 _NEEDS_KERNELS: Final = """

@@ -196,6 +196,8 @@ def test_a_model_type_without_token_classifier_is_refused(tmp_path: Path) -> Non
 OTHER_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"moe_router_dtyp": "fp32"}, "has no such field; did you mean moe_router_dtype"),
     ({"num_layers": 3}, "transformer_options.num_layers: it says which model it is"),
+    ({"deallocate_pipeline_outputs": True}, "deallocate_pipeline_outputs: the engine sets it itself"),
+    ({"overlap_p2p_comm_warmup_flush": True}, "overlap_p2p_comm_warmup_flush: the engine sets it itself"),
     ({"perform_initialization": True}, "perform_initialization: the engine sets it itself"),
     ({"moe_grouped_gemm": True}, "moe_grouped_gemm=true needs Transformer Engine"),
     ({"moe_permute_fusion": True}, "moe_permute_fusion=true needs Transformer Engine"),

@@ -88,8 +88,8 @@ def _settings(config: MegatronConfig, *, local: bool, device_kind: str) -> dict[
         "variable_seq_lengths": True,
         "overlap_p2p_comm": virtual > 1,
         "batch_p2p_comm": False,
-        # With virtual stages a send overlaps with what follows. Megatron-core before 0.19 frees the output meanwhile, and
-        # the next stage computes with whatever is in that memory (NVIDIA/Megatron-LM#4047).
+        # With virtual stages a send overlaps with what follows. Megatron-core 0.16 frees the output meanwhile, and the
+        # next stage computes with whatever is in that memory (NVIDIA/Megatron-LM#4047).
         "deallocate_pipeline_outputs": virtual == 1,
         "use_cpu_initialization": device_kind == "cpu",
         "perform_initialization": False,  # the folder's weights come anyway

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from verl_async.config import SftJob, TrainJob
@@ -22,8 +23,6 @@ from verl_megatron_mindspeed.config import MegatronConfig
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator
-
-    from pydantic.fields import FieldInfo
 
 PAGE = Path(__file__).parent / "reference" / "config.md"
 BACKENDS: dict[str, type[EngineConfig]] = {
@@ -42,8 +41,12 @@ A job is a YAML file with the sections below. Settings on the command line win o
 
     verl-engine train recipes/addition_grpo.yaml engine.learning_rate=1e-4 trainer.num_steps=50 --output outputs/try
 
-An unknown key, a wrong type or a value out of range is an error before anything starts. Paths are seen from the current
-folder. `--dry-run` checks a job and prints it whole, defaults included.
+The file is YAML 1.2, and so is the value of each setting on the command line: `off` and `1:30` are texts, `010` is ten,
+`1e-6` is a number. `${data.seed}` stands for the value of another setting; a literal `${` is written `\\${`.
+
+An unknown key, a wrong type or a value out of range is an error before anything starts. No value is turned into
+another: `"1"`, `1.0` and `true` are no integers, and only `true` and `false` are yes and no. Paths are seen from the
+current folder. `--dry-run` checks a job and prints it whole, defaults included.
 """
 
 
@@ -120,8 +123,10 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _type_name(annotation: Any) -> str:
+    bounds = ""
     if get_origin(annotation) is Annotated:
-        annotation = get_args(annotation)[0]
+        annotation, *metadata = get_args(annotation)
+        bounds = "".join(_bounds(part) for part in metadata if isinstance(part, FieldInfo))
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return " or ".join(f"`{value}`" for value in arguments)
@@ -134,14 +139,23 @@ def _type_name(annotation: Any) -> str:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "a section, see below"
     names = {bool: "true or false", float: "number", int: "integer", str: "text", Path: "path", types.NoneType: "null"}
-    return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
+    return names.get(annotation, getattr(annotation, "__name__", str(annotation))) + bounds
 
 
 def _bounds(field: FieldInfo) -> str:
     signs = (
         (sign, getattr(part, name)) for part in field.metadata for name, sign in SIGNS.items() if hasattr(part, name)
     )
-    return "".join(f", {sign} {limit}" for sign, limit in signs)
+    return "".join(f", {sign} {_power(limit)}" for sign, limit in signs)
+
+
+def _power(limit: float) -> str:
+    """Write 2147483647 as 2^31 - 1."""
+    for more, ending in ((0, ""), (1, " - 1")):
+        number = int(limit) + more
+        if number > 10**6 and not number & (number - 1):
+            return f"2^{number.bit_length() - 1}{ending}"
+    return str(limit)
 
 
 def _default(field: FieldInfo) -> str:

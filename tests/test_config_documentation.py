@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, get_args, get_origin
 
 import pytest
 
@@ -54,3 +54,21 @@ def test_every_backend_of_ours_has_a_section() -> None:
 
 def test_the_reference_page_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == render(), "run: python docs/generate_config_reference.py"
+
+
+def integers_without_bound(annotation: object, metadata: tuple[object, ...]) -> bool:
+    """Tell whether an integer somewhere in a type has no upper bound."""
+    inner, *more = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
+    found = (*metadata, *(item for part in more for item in getattr(part, "metadata", ())))
+    if inner is int:
+        return not any(hasattr(item, "le") or hasattr(item, "lt") for item in found)
+    return any(integers_without_bound(part, found) for part in get_args(inner))
+
+
+@pytest.mark.fault(22)
+@pytest.mark.parametrize("config_class", list(config_classes()), ids=lambda config_class: config_class.__name__)
+def test_every_integer_has_an_upper_bound(config_class: type[StrictModel]) -> None:
+    handed_on = {"features"}  # to a framework, by its own names
+    fields = {name: field for name, field in config_class.model_fields.items() if name not in handed_on}
+    without = [name for name, field in fields.items() if integers_without_bound(field.annotation, (*field.metadata,))]
+    assert without == []

@@ -1,14 +1,15 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
-from verl_engine.contract.config_file import read_config
+from verl_engine.contract.config_file import literal, read_config
 from verl_engine.contract.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from verl_engine.contract.yaml_text import write_yaml
 
 TEXT = """\
 model:
@@ -131,3 +132,57 @@ def test_an_override_that_cannot_be_applied_is_named(file: Path, override: str, 
 def test_an_unresolved_interpolation_names_file_and_key(file: Path, value: str) -> None:
     with pytest.raises(ConfigError, match=r"job\.yaml: model\.path: .*; give it a value"):
         read_config(file, [f"model.path={value}"])
+
+
+@pytest.mark.fault(23)
+def test_file_and_overrides_are_yaml_1_2(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("a: {entropy: off, steps: 010, rate: 1e-6}", encoding="utf-8")
+    config = read_config(tmp_path / "job.yaml", ["a.entropy2=off", "a.steps2=010", "a.rate2=1e-6", "a.clock=1:30"])
+    assert config["a"] == {
+        "entropy": "off",
+        "steps": 10,
+        "rate": 1e-6,
+        "entropy2": "off",
+        "steps2": 10,
+        "rate2": 1e-6,
+        "clock": "1:30",
+    }
+
+
+@pytest.mark.fault(24)
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.seed=" + "9" * 5000, r"override 'data\.seed=9+…: the value is not valid YAML: line 1, .* 5000 digits"),
+        ("data.seed=!!int foo", "'foo' is not of the type int"),
+        ("data.seed=" + "[" * 300 + "]" * 300, "nested more than 50 deep"),
+        (".".join(["a"] * 300) + "=1", "has more than 50 parts in its key"),
+        ("x" * 5000, "has no '='"),
+        ("model.path=\udcff", r"override 'model\.path=\\udcff' is not UTF-8 text"),
+        ("model.\udcff=1", r"override 'model\.\\udcff=1' is not UTF-8 text"),
+        ('model.path="\\ud800"', "half of a surrogate pair"),
+        ('model={"\\ud800": 1}', "half of a surrogate pair"),
+        ("model=${model}", "leads back to itself|Recursive"),
+    ],
+)
+def test_values_that_no_setting_can_be_are_one_short_message(file: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_config(file, [override])
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.fault(24)
+def test_a_config_file_with_too_long_a_name_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: File name too long"):
+        read_config(tmp_path / ("x" * 300 + ".yaml"))
+
+
+@pytest.mark.fault(24)
+@settings(deadline=None, max_examples=50)
+@given(st.text(st.sampled_from("ab$\\{}.:'\" "), max_size=12))
+def test_a_literal_text_stays_what_it_is(text: str) -> None:
+    assume(text != "???")
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "job.yaml"
+        file.write_text(write_yaml(literal({"a": text, "b": [{"c": text}]})), encoding="utf-8")
+        assert read_config(file) == {"a": text, "b": [{"c": text}]}

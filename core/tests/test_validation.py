@@ -137,6 +137,55 @@ def test_data_that_is_no_mapping_is_refused() -> None:
         validate(EngineConfig, 3, at="engine")  # type: ignore[arg-type]
 
 
+@pytest.mark.fault(22, 23)
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_threads": True}, "engine.num_threads=True: must be a valid integer"),
+        ({"num_threads": "1"}, "engine.num_threads='1': must be a valid integer"),
+        ({"num_threads": 2.0}, "engine.num_threads=2.0: must be a valid integer; write 2"),
+        ({"num_threads": 10**9}, "engine.num_threads=1000000000: must be less than or equal to 1024"),
+        ({"seed": 10**29}, f"engine.seed={10**29}: must be less than or equal to {2**63 - 1}"),
+        ({"lora": {"rank": 10**9}}, "engine.lora.rank=1000000000: must be less than or equal to 65536"),
+        ({"learning_rate": "1e-6"}, "engine.learning_rate='1e-6': must be a valid number"),
+        ({"learning_rate": True}, "engine.learning_rate=True: must be a valid number"),
+        ({"eps": 1e-300}, "engine.eps=1e-300: must be between 1e-37 and 1e+37, which float32 can hold"),
+        ({"forward_only": 1}, "engine.forward_only=1: must be true or false"),
+        ({"forward_only": "yes"}, "engine.forward_only='yes': must be true or false"),
+        ({"betas": [True, 0.9]}, "engine.betas[0]=True: must be a valid number"),
+        ({"backend": 3}, "engine.backend=3: must be a valid string"),
+    ],
+)
+def test_no_scalar_is_turned_into_another_and_numbers_have_bounds(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate(EngineConfig, {"backend": "toy", **fields}, at="engine")
+    assert str(caught.value) == message
+
+
+class Named(StrictModel):
+    """Its fields have the names of keys of pydantic's schemas."""
+
+    type: int = 1
+    default: tuple[int, ...] = ()
+    metadata: dict[str, float | bool] = Field(default_factory=dict)
+    serialization: int | None = None
+
+
+@pytest.mark.fault(23)
+@pytest.mark.parametrize(
+    "fields", [{"type": "1"}, {"default": [True]}, {"metadata": {"a": "1"}}, {"serialization": 1.0}, {"type": True}]
+)
+def test_scalars_are_strict_wherever_they_are(fields: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        validate(Named, fields)
+    assert validate(Named, {"type": 2, "default": [3], "metadata": {"a": 1, "b": True}}).default == (3,)
+
+
+def test_an_integer_may_stand_for_a_number_and_a_list_for_a_tuple() -> None:
+    config = validate(EngineConfig, {"backend": "toy", "learning_rate": 1, "observers": ["timing"]})
+    assert (config.learning_rate, config.observers) == (1.0, ("timing",))
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

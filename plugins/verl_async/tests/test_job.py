@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from plugins.verl_async.tests.job_files import sft_settings, train_settings, write_backend, write_recipe
 from verl_async.job import load_sft_job, load_train_job, resolved
+from verl_async.report.output_folder import config_yaml
 from verl_engine.contract.errors import ConfigError, UnknownPluginError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -91,6 +92,58 @@ def test_one_fault_is_one_message(recipe: Path, override: str, expected: str) ->
     message = _message(recipe, override)
     assert expected in message
     assert "\n" not in message
+
+
+@pytest.mark.fault(22)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "trainer.num_ranks=1000000000",
+        "rollout.num_workers=1000000000",
+        "rollout.n=1000000000",
+        "rollout.top_k=100000000000000000000",
+        "rollout.num_threads=1000000000",
+        "rollout.temperature=1e-300",
+        "evaluation.temperature=1e-300",
+        "data.seed=100000000000000000000000000000",
+        "trainer.mini_batch_size=1000000000",
+        "trainer.num_steps=100000000000",
+        "weight_sync.bucket_bytes=10000000000000000000",
+        "async_training.queue_size=100000000000",
+    ],
+)
+def test_numbers_have_upper_bounds(recipe: Path, setting: str) -> None:
+    message = _message(recipe, setting)
+    assert message.startswith(setting.partition("=")[0] + "=")
+    assert "must be" in message
+    assert "\n" not in message
+
+
+@pytest.mark.fault(24)
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("model.path=~nosuchuser/model", "model.path='~nosuchuser/model': there is no such user"),
+        (f"data.prompts={'x' * 300}", "too long; a name may have 255 bytes"),
+        (f"data.prompts={'x/' * 3000}", "and a whole path 4095"),
+        ('evaluation.prompts="a\\0b"', "cannot hold the character NUL"),
+        ('model.path=""', "model.path='': must not be empty"),
+    ],
+)
+def test_a_path_that_cannot_be_is_named(recipe: Path, setting: str, expected: str) -> None:
+    message = _message(recipe, setting)
+    assert message.startswith(setting.partition("=")[0] + "=")
+    assert expected in message
+
+
+@pytest.mark.fault(24)
+@pytest.mark.parametrize("name", ["a${b}", "a\\${b", "off", "1e5", "a\u2028 b", "?", "#x", " x"])
+def test_a_path_of_any_characters_loads_again(recipe: Path, name: str) -> None:
+    job = load_train_job(recipe)
+    job = job.model_copy(update={"model": job.model.model_copy(update={"path": Path("/models") / name})})
+    again = recipe.with_name("config.yaml")
+    again.write_text(config_yaml(resolved(job)), encoding="utf-8")
+    assert load_train_job(again) == job
 
 
 def test_sequences_divide_over_shares_and_not_over_ranks(recipe: Path, tmp_path: Path) -> None:

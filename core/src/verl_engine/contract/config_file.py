@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import difflib
-from io import StringIO
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
-import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_engine.contract.errors import ConfigError
 from verl_engine.contract.validation import validate
+from verl_engine.contract.yaml_text import DEEPEST, is_unicode, read_yaml
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["read_config", "read_overrides", "validate"]
+__all__ = ["literal", "read_config", "read_overrides", "validate"]
+
+_LONGEST_SHOWN: Final = 100
+_HOW_LITERAL: Final = " (a literal ${ is written \\${)"
+_DOLLAR_BRACE: Final = re.compile(r"(\\*)\$\{")
 
 
 def read_config(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
@@ -25,8 +29,8 @@ def read_config(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, An
 
     Args:
         path: the YAML file; its top level is a mapping.
-        overrides: ``dotted.key=value`` each; the value is YAML, so ``x=null``, ``x=1e-4`` and ``x=[1, 2]`` work.
-            Sections that the file leaves out are made.
+        overrides: ``dotted.key=value`` each; the value is YAML 1.2 as in the file, so ``x=null``, ``x=1e-4`` and
+            ``x=[1, 2]`` work. Sections that the file leaves out are made.
     Returns:
         Plain dicts, lists and scalars.
     Raises:
@@ -52,29 +56,34 @@ def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     return data
 
 
+def literal(value: Any) -> Any:
+    r"""Return plain values with each ``${`` in their texts written as ``\${``, so that reading does not replace it."""
+    if isinstance(value, str):
+        return _DOLLAR_BRACE.sub(r"\1\1\\${", value)
+    if isinstance(value, dict):
+        return {key: literal(item) for key, item in value.items()}
+    return [literal(item) for item in value] if isinstance(value, list) else value
+
+
 def _read_yaml(file: Path) -> dict[str, Any]:
-    if not file.is_file():
+    try:
+        is_file = file.is_file()
+    except OSError as error:  # its name is too long, say
+        raise ConfigError(f"config file {_shown(str(file))} cannot be read: {error.strerror}") from error
+    if not is_file:
         raise ConfigError(f"config file {file} {'is a folder' if file.is_dir() else 'does not exist'}{_similar(file)}")
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {file} cannot be read as UTF-8 text: {error}") from error
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        if not isinstance(root, yaml.MappingNode | None):
-            kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
-            raise ConfigError(
-                f"{file}: the top level is {kind}, but must be a mapping of sections (`model:`, `engine:` …)"
-            )
-        # OmegaConf's loader, unlike plain PyYAML, refuses a key given twice and reads 1e-4 as a number.
-        loaded = OmegaConf.to_container(OmegaConf.load(StringIO(text)), resolve=False)
-    except yaml.MarkedYAMLError as error:
-        raise ConfigError(f"{_place(file, error)}: not valid YAML: {_yaml_problem(error)}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file}: not valid YAML: {error}") from error
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{file}: {_first_line(error)}") from error
-    return cast("dict[str, Any]", loaded)
+        loaded = read_yaml(text)
+    except ConfigError as error:
+        raise ConfigError(f"{file}, {error}") from error.__cause__
+    if not isinstance(loaded, dict | None):
+        kind = "a list" if isinstance(loaded, list) else "a single value"
+        raise ConfigError(f"{file}: the top level is {kind}, but must be a mapping of sections (`model:`, `engine:` …)")
+    return loaded or {}
 
 
 def _similar(file: Path) -> str:
@@ -86,15 +95,6 @@ def _similar(file: Path) -> str:
     return f"; did you mean {file.parent / close[0]}?" if close else ""
 
 
-def _place(file: Path, error: yaml.MarkedYAMLError) -> str:
-    mark = error.problem_mark or error.context_mark
-    return str(file) if mark is None else f"{file}, line {mark.line + 1}, column {mark.column + 1}"
-
-
-def _yaml_problem(error: yaml.MarkedYAMLError) -> str:
-    return " ".join(part for part in (error.context, error.problem) if part)
-
-
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
@@ -103,10 +103,17 @@ def _apply(data: dict[str, Any], override: str) -> None:
     """Set one ``dotted.key=value`` in place."""
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
+    if not is_unicode(override):
+        raise ConfigError(f"override {_shown(override)} is not UTF-8 text")
     if not equals:
-        raise ConfigError(f"override {override!r} has no '='; write it as key=value, such as trainer.num_steps=10")
-    if not all(parts):
-        raise ConfigError(f"override {override!r} has an empty part in its key {key!r}; write it as dotted.key=value")
+        raise ConfigError(
+            f"override {_shown(override)} has no '='; write it as key=value, such as trainer.num_steps=10"
+        )
+    if not all(parts) or len(parts) > DEEPEST:
+        fault = "an empty part" if not all(parts) else f"more than {DEEPEST} parts"
+        raise ConfigError(
+            f"override {_shown(override)} has {fault} in its key {_shown(key)}; write it as dotted.key=value"
+        )
     section = data
     for depth, part in enumerate(parts[:-1], start=1):
         if section.get(part) is None:  # left out, or an empty section
@@ -115,22 +122,28 @@ def _apply(data: dict[str, Any], override: str) -> None:
         if not isinstance(section, dict):
             parent = ".".join(parts[:depth])
             raise ConfigError(
-                f"override {override!r}: {parent}={section!r} is a value, not a section, so nothing can be set below "
-                f"it; override {parent} itself"
+                f"override {_shown(override)}: {parent}={_shown(section)} is a value, not a section, so nothing can be "
+                f"set below it; override {parent} itself"
             )
     section[parts[-1]] = _parse(override, text)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
 
 
 def _parse(override: str, text: str) -> object:
     """Read the value of an override as YAML."""
     try:
-        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
-    except yaml.YAMLError as error:
-        problem = _yaml_problem(error) if isinstance(error, yaml.MarkedYAMLError) else str(error)
-        raise ConfigError(f"override {override!r}: the value is not valid YAML: {problem}") from error
+        value = read_yaml(text)
+        OmegaConf.create({"value": value})  # an interpolation that does not parse is named here
+    except ConfigError as error:
+        problem = str(error).replace("not valid YAML: ", "")
+        raise ConfigError(f"override {_shown(override)}: the value is not valid YAML: {problem}") from error.__cause__
     except OmegaConfBaseException as error:
-        raise ConfigError(f"override {override!r}: {_first_line(error)}") from error
-    return cast("dict[str, object]", parsed)["value"]
+        raise ConfigError(f"override {_shown(override)}: {_first_line(error)}{_HOW_LITERAL}") from error
+    return value
 
 
 def _resolve(data: dict[str, Any], file: Path) -> dict[str, Any]:
@@ -139,6 +152,8 @@ def _resolve(data: dict[str, Any], file: Path) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         place = f"{error.full_key}: " if error.full_key else ""
         raise ConfigError(
-            f"{file}: {place}{_first_line(error)}; give it a value, in the file or as key=value after it"
+            f"{file}: {place}{_first_line(error)}; give it a value, in the file or as key=value after it{_HOW_LITERAL}"
         ) from error
+    except RecursionError as error:
+        raise ConfigError(f"{file}: values are nested too deeply, or an interpolation leads back to itself") from error
     return cast("dict[str, Any]", resolved)

@@ -6,15 +6,16 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from verl_engine.contract.bounded import Bytes, Count, CountOrZero, NonNegative, Positive, Ranks, Seed, Threads
 from verl_engine.contract.strict_model import StrictModel
 
 
 class LoraConfig(StrictModel):
     """Train low-rank adapters and leave the model's own weights as they are (Hu et al. 2021)."""
 
-    rank: int = Field(default=16, ge=1)
+    rank: Ranks = 16
     """Inner dim of the adapters."""
-    alpha: float = Field(default=32.0, gt=0)
+    alpha: Positive = 32.0
     """An adapter's output is scaled by alpha / rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of dropping an adapter's input, in train mode."""
@@ -30,9 +31,9 @@ class EngineConfig(StrictModel):
     """Name of the engine backend, as ``verl-engine backends`` lists it."""
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
     """Where the model runs; ``auto`` takes an NPU or GPU where there is one, else the CPU."""
-    num_threads: int = Field(default=1, ge=1)
+    num_threads: Threads = 1
     """CPU threads of each rank. One by default: ranks that share cores slow each other down with more."""
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
     """Seeds each rank's random numbers (dropout and the like)."""
     observers: tuple[str, ...] = ()
     """Observers to wrap around the engine's hooks, by name, the last one outermost; ``timing`` adds the time that each
@@ -53,33 +54,33 @@ class EngineConfig(StrictModel):
     snapshot_memory: Literal["private", "shared"] = "private"
     """Where weights that are kept aside on the CPU lie: ``shared`` lets other processes of this machine map them
     without a copy."""
-    snapshot_limit_bytes: int | None = Field(default=None, ge=1)
+    snapshot_limit_bytes: Bytes | None = None
     """How much all snapshots of a rank may take together; by default as much as there is."""
 
-    learning_rate: float = Field(default=1e-6, gt=0)
+    learning_rate: Positive = 1e-6
     """Peak learning rate. The default suits RL on a pretrained model; supervised training takes about ten times it."""
     lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """Shape after warm-up: stay, or fall to ``min_lr_ratio`` times the peak at ``total_steps``; ``wsd`` (warm-up,
     stable, decay) stays and falls linearly over the last ``decay_steps``."""
-    decay_steps: int | None = Field(default=None, ge=1)
+    decay_steps: Count | None = None
     """Optimizer steps over which ``wsd`` falls; by default the last tenth of ``total_steps``."""
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: CountOrZero = 0
     """Optimizer steps over which the rate rises linearly to its peak."""
-    total_steps: int | None = Field(default=None, ge=1)
+    total_steps: int | None = Field(default=None, ge=1, le=2**63 - 1)
     """Optimizer steps of the whole run; a falling schedule needs it. Jobs fill it in from their own length;
     the ``config.yaml`` of a job has that number, so set null there where the length changes."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Where a falling schedule ends, as a share of the peak."""
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: NonNegative = 0.0
     """Weight decay of the optimizer (AdamW's is decoupled), on parameters of two or more dims only (norms and biases
     are spared)."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay of the first and second moment, each in [0, 1)."""
-    eps: float = Field(default=1e-8, gt=0)
+    eps: Positive = 1e-8
     """AdamW's denominator term."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
+    max_grad_norm: Positive = 1.0
     """Gradients are scaled down to this L2 norm over all ranks."""
-    max_skipped_steps: int = Field(default=5, ge=1)
+    max_skipped_steps: Count = 5
     """The job stops after so many optimizer steps in a row with a gradient that is not finite. In float16 an overflow
     that a lower loss scale may mend does not count: a fresh run may begin with a few."""
 

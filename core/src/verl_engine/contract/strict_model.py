@@ -1,8 +1,10 @@
 """The base of every config section."""
 
 import os
+from typing import Any, Final
 
-from pydantic import BaseModel, ConfigDict, create_model
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, create_model
+from pydantic_core import CoreSchema
 
 
 def _make_first_model() -> None:
@@ -20,8 +22,30 @@ def _make_first_model() -> None:
 _make_first_model()
 
 
+_STRICT: Final = {"bool", "int", "float"}
+_NO_SCHEMAS: Final = {"default", "metadata", "serialization"}
+"""Parts of a schema that hold no other schema of what is read."""
+
+
+def _make_strict(part: Any) -> None:
+    if isinstance(part, dict):
+        is_schema = isinstance(part.get("type"), str)  # and not schemas by the names of fields, one of them "type"
+        if is_schema and part["type"] in _STRICT:
+            part["strict"] = True
+        for key, inner in part.items():
+            if not is_schema or key not in _NO_SCHEMAS:
+                _make_strict(inner)
+    elif isinstance(part, list | tuple):
+        for inner in part:
+            _make_strict(inner)
+
+
 class StrictModel(BaseModel):
-    """Frozen; unknown keys and wrong types are refused; field docstrings become descriptions."""
+    """Frozen; unknown keys and wrong types are refused; field docstrings become descriptions.
+
+    No scalar is turned into another: ``true`` is no integer, ``"1"`` and ``1.0`` neither. An integer may stand for a
+    float, a list for a tuple and a text for a path, since YAML has no other way to write them.
+    """
 
     model_config = ConfigDict(
         frozen=True,
@@ -31,3 +55,10 @@ class StrictModel(BaseModel):
         allow_inf_nan=False,
         protected_namespaces=(),
     )
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Make scalars strict, wherever in a field's type they are; pydantic's ``strict`` refuses lists for tuples."""
+        schema = handler(source)
+        _make_strict(schema)
+        return schema

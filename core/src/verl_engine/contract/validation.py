@@ -124,7 +124,9 @@ def _describe(place: _Place, error: ErrorDetails) -> str:
             return f"must be a section{_keys(place.own)}"
         case _:
             text = error["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-            return text.replace("Input should be", "must be").replace("Input should", "must")
+            text = text.replace("Input should be", "must be").replace("Input should", "must")
+            is_whole = error["type"] == "int_type" and isinstance(place.value, float) and place.value.is_integer()
+            return f"{text}; write {place.value:.0f}" if is_whole else text
 
 
 def _meaning(place: _Place) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, model_validator
 
+from verl_engine.contract.bounded import LARGEST_COUNT, Count, CountOrZero, Positive, Ranks, Seed, Threads
 from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.strict_model import StrictModel
 
@@ -14,36 +15,49 @@ _LONGEST_S: Final = 100_000_000
 """Of a time limit: three years. Far longer ones overflow where clocks count in integers."""
 
 
+_COLDEST: Final = 1e-4
+"""Of sampling: logits divided by far less overflow."""
+
+
+def _named(path: object) -> object:
+    if path == "":  # would be the current folder
+        raise ValueError("must not be empty")
+    return path
+
+
+NamedPath = Annotated[Path, BeforeValidator(_named)]
+
+
 class ModelConfig(StrictModel):
     """Which model is trained."""
 
-    path: Path
+    path: NamedPath
     """Hugging Face model folder: config.json, safetensors weights and the tokenizer."""
 
 
 class DataConfig(StrictModel):
     """Prompts, in verl's columns: data_source, prompt, reward_model.ground_truth, extra_info."""
 
-    prompts: Path
+    prompts: NamedPath
     """Parquet or JSONL file of training prompts."""
-    max_prompt_tokens: int = Field(default=1024, ge=1)
+    max_prompt_tokens: Count = 1024
     """A longer prompt is an error that names the row: nothing is cut silently."""
     shuffle: bool = True
     """Draw a new order in each pass over the file, from ``seed``."""
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
     """Order of the prompts, and the random streams of sampling."""
 
 
 class SftDataConfig(StrictModel):
     """Supervised examples: a prompt (chat list or text) and the response to learn."""
 
-    examples: Path
+    examples: NamedPath
     """Parquet or JSONL file with columns ``prompt`` and ``response``."""
-    max_tokens: int = Field(default=2048, ge=2)
+    max_tokens: int = Field(default=2048, ge=2, le=LARGEST_COUNT)
     """Prompt and response together; a longer example is an error that names the row."""
     shuffle: bool = True
     """Draw a new order in each pass over the file, from ``seed``."""
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
     """Order of the examples."""
 
 
@@ -62,25 +76,25 @@ class RolloutConfig(StrictModel):
 
     engine: str = "embedded"
     """Name of the rollout engine (entry-point group ``verl_async.rollouts``)."""
-    num_workers: int = Field(default=1, ge=1)
+    num_workers: Ranks = 1
     """Rollout processes, each with its own copy of the model."""
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
     """Where they run; ``auto`` takes an NPU or GPU where there is one, else the CPU."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights and activations while generating."""
-    num_threads: int = Field(default=1, ge=1)
+    num_threads: Threads = 1
     """CPU threads of each rollout process."""
-    n: int = Field(default=8, ge=2)
+    n: int = Field(default=8, ge=2, le=2**16)
     """Samples drawn for each prompt: a GRPO group."""
-    max_response_tokens: int = Field(default=1024, ge=1)
+    max_response_tokens: Count = 1024
     """Longest answer."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, ge=_COLDEST, le=1e4)
     """Of sampling; the trainer's log-probabilities use it too."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling; 1 keeps every token."""
-    top_k: int = Field(default=0, ge=0)
+    top_k: CountOrZero = 0
     """Keep the k likeliest tokens; 0 keeps all."""
-    max_batch_prompts: int = Field(default=64, ge=1)
+    max_batch_prompts: Ranks = 64
     """Prompts that one worker decodes at a time (times ``n`` sequences)."""
     timeout_s: float = Field(default=600.0, gt=0, le=_LONGEST_S)
     """For one call of generate; then the job ends and names the worker."""
@@ -92,13 +106,13 @@ class AsyncTrainingConfig(StrictModel):
     staleness_threshold: float = Field(default=0.1, ge=0, le=1_000_000)
     """Between two weight syncs (1 + threshold) * trigger_parameter_sync_step * require_batches * mini_batch_size
     prompts may be rolled out, less the stale ones left over. 0 is on-policy: nothing is generated ahead."""
-    trigger_parameter_sync_step: int = Field(default=1, ge=1)
+    trigger_parameter_sync_step: Count = 1
     """Training steps between two weight syncs."""
-    require_batches: int = Field(default=1, ge=1)
+    require_batches: Ranks = 1
     """Mini-batches collected for one training step; each makes one optimizer step."""
     partial_rollout: bool = True
     """At a weight sync stop generation between two tokens and go on with the new weights; False waits for it to end."""
-    queue_size: int | None = Field(default=None, ge=1)
+    queue_size: Count | None = None
     """Groups the sample queue holds before rollouts wait; by default what staleness allows."""
 
 
@@ -107,7 +121,7 @@ class AlgorithmConfig(StrictModel):
 
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     """The ratio is clipped below at 1 - clip_low (PPO)."""
-    clip_high: float = Field(default=0.28, gt=0)
+    clip_high: Positive = 0.28
     """The ratio is clipped above at 1 + clip_high (DAPO's clip-higher)."""
     normalize_by_std: bool = True
     """Divide a group's centred rewards by their standard deviation (GRPO); False leaves them (Dr. GRPO)."""
@@ -115,7 +129,7 @@ class AlgorithmConfig(StrictModel):
     """What the ratio is taken against: the log-probs of the rollout, or those of the trainer's weights at the last
     weight sync, which it keeps aside where there are several training steps between syncs. With ``recompute`` the gap
     to the rollout is corrected by a truncated importance weight."""
-    importance_cap: float = Field(default=2.0, ge=1)
+    importance_cap: float = Field(default=2.0, ge=1, le=1e37)
     """Upper bound of that importance weight; only used with ``old_log_probs: recompute``."""
     drop_uniform_groups: bool = True
     """Leave out groups whose rewards are all equal: their advantages are zero, so they only cost time."""
@@ -124,14 +138,14 @@ class AlgorithmConfig(StrictModel):
 class TrainerConfig(StrictModel):
     """The training side of the job."""
 
-    num_ranks: int = Field(default=1, ge=1)
+    num_ranks: Ranks = 1
     """Trainer processes. Each computes a share of every batch of its own, or one together with others where the engine
     splits the model or its sequences over ranks."""
-    num_steps: int = Field(ge=1)
+    num_steps: Count
     """Training steps; each consumes require_batches * mini_batch_size prompts."""
-    mini_batch_size: int = Field(default=32, ge=1)
+    mini_batch_size: int = Field(default=32, ge=1, le=2**20)
     """Prompts (groups of n samples) for one optimizer step."""
-    max_tokens_per_micro_batch: int = Field(default=8192, ge=1)
+    max_tokens_per_micro_batch: Count = 8192
     """Token budget of one forward and backward on one rank, or on those together that split a micro-batch; a single
     longer sequence gets a micro-batch of its own."""
     master_port: int | None = Field(default=None, ge=1024, le=65535)
@@ -143,14 +157,14 @@ class TrainerConfig(StrictModel):
 class SftTrainerConfig(StrictModel):
     """Supervised training."""
 
-    num_ranks: int = Field(default=1, ge=1)
+    num_ranks: Ranks = 1
     """Trainer processes. Each computes a share of every batch of its own, or one together with others where the engine
     splits the model or its sequences over ranks."""
-    num_steps: int = Field(ge=1)
+    num_steps: Count
     """Optimizer steps at most."""
-    batch_size: int = Field(default=128, ge=1)
+    batch_size: int = Field(default=128, ge=1, le=2**20)
     """Examples for one optimizer step, over all ranks."""
-    max_tokens_per_micro_batch: int = Field(default=8192, ge=1)
+    max_tokens_per_micro_batch: Count = 8192
     """Token budget of one forward and backward on one rank, or on those together that split a micro-batch; a single
     longer sequence gets a micro-batch of its own."""
     master_port: int | None = Field(default=None, ge=1024, le=65535)
@@ -159,16 +173,22 @@ class SftTrainerConfig(StrictModel):
     """For one call to the trainer ranks; then the job ends and names those that did not answer."""
 
 
+def _greedy_or_warm(temperature: float) -> float:
+    if 0 < temperature < _COLDEST:
+        raise ValueError(f"must be 0, which takes the likeliest token, or at least {_COLDEST:g}")
+    return temperature
+
+
 class EvaluationConfig(StrictModel):
     """Held-out prompts, answered at the start, at the end, and in between."""
 
-    prompts: Path
+    prompts: NamedPath
     """Parquet or JSONL file of held-out prompts, in the columns of the training prompts."""
-    num_prompts: int = Field(default=256, ge=1)
+    num_prompts: Count = 256
     """The first so many rows."""
-    temperature: float = Field(default=1.0, ge=0)
+    temperature: Annotated[float, AfterValidator(_greedy_or_warm)] = Field(default=1.0, ge=0, le=1e4)
     """Of sampling; 0 takes the likeliest token."""
-    every_steps: int | None = Field(default=None, ge=1)
+    every_steps: Count | None = None
     """Evaluate after so many training steps; by default only at the start and the end."""
     stop_at_exact_match: float | None = Field(default=None, gt=0, le=1)
     """End training early once this share of answers is exact."""
@@ -177,7 +197,7 @@ class EvaluationConfig(StrictModel):
 class WeightSyncConfig(StrictModel):
     """How new weights reach the rollout workers."""
 
-    bucket_bytes: int = Field(default=256 * 2**20, ge=1024)
+    bucket_bytes: int = Field(default=256 * 2**20, ge=1024, le=2**50)
     """Size of a flat bucket; two are in flight. A larger single tensor gets a bucket of its own size."""
     transport: Literal["auto", "shared_memory", "object_store"] = "auto"
     """``shared_memory`` within one machine, ``object_store`` (Ray's) across machines; ``auto`` looks where they are."""
@@ -190,7 +210,7 @@ class RayConfig(StrictModel):
 
     address: str | None = None
     """Of a running cluster; by default one is started on this machine for the job and ended with it."""
-    object_store_bytes: int = Field(default=256 * 2**20, ge=80 * 2**20)
+    object_store_bytes: int = Field(default=256 * 2**20, ge=80 * 2**20, le=2**50)
     """Ray's shared memory when the job starts its own cluster."""
 
 

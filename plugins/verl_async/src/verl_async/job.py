@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from verl_async.config import SftJob, TrainJob
-from verl_engine.contract.config_file import read_config, validate
+from verl_async.data.rows import shorten
+from verl_engine.contract.config_file import literal, read_config, validate
 from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.errors import ConfigError, EngineError, UnsupportedError
 from verl_engine.contract.strict_model import StrictModel
@@ -24,6 +26,9 @@ _Model = TypeVar("_Model", bound=StrictModel)
 _PLACEHOLDER: Final = EngineConfig(backend="placeholder", learning_rate=1.0)
 # Stands in for the length of a job whose own length is at fault; above any warm-up.
 _UNKNOWN_STEPS: Final = 2**62
+# Of what Linux takes, in bytes.
+_LONGEST_NAME: Final = 255
+_LONGEST_PATH: Final = 4095
 
 
 def load_train_job(recipe: Path, overrides: Sequence[str] = ()) -> TrainJob:
@@ -48,7 +53,9 @@ def load_sft_job(recipe: Path, overrides: Sequence[str] = ()) -> SftJob:
 
 def resolved(job: TrainJob | SftJob) -> dict[str, Any]:
     """All settings of a job, defaults included, as plain values for YAML: loading them gives an equal job."""
-    return job.model_dump(mode="json")
+    settings = literal(job.model_dump(mode="json"))
+    assert isinstance(settings, dict)
+    return settings
 
 
 def _load(job_class: type[_Job], recipe: Path, overrides: Sequence[str]) -> _Job:
@@ -169,12 +176,26 @@ def _combined(faults: Sequence[EngineError]) -> EngineError:
     return error
 
 
-def _with_absolute_paths(model: _Model) -> _Model:
+def _with_absolute_paths(model: _Model, at: str = "") -> _Model:
     """Make paths absolute: worker processes, and a later run of config.yaml, may start in another folder."""
     changes: dict[str, object] = {}
     for name, value in model:
         if isinstance(value, Path):
-            changes[name] = value.expanduser().absolute()
+            changes[name] = _absolute(value, at + name)
         elif isinstance(value, StrictModel):
-            changes[name] = _with_absolute_paths(value)
+            changes[name] = _with_absolute_paths(value, f"{at}{name}.")
     return model.model_copy(update=changes)
+
+
+def _absolute(path: Path, at: str) -> Path:
+    where = f"{at}={shorten(str(path))}"
+    if "\0" in str(path):
+        raise ConfigError(f"{where}: a path cannot hold the character NUL")
+    try:
+        absolute = path.expanduser().absolute()
+    except RuntimeError as error:
+        raise ConfigError(f"{where}: there is no such user; write the folder in full") from error
+    longest = max(len(os.fsencode(part)) for part in absolute.parts)
+    if longest > _LONGEST_NAME or len(os.fsencode(absolute)) > _LONGEST_PATH:
+        raise ConfigError(f"{where}: too long; a name may have {_LONGEST_NAME} bytes, and a whole path {_LONGEST_PATH}")
+    return absolute

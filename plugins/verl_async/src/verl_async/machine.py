@@ -18,6 +18,7 @@ SHM_FOLDER: Final = Path("/dev/shm")  # noqa: S108  (the machine's shared memory
 _SLOW_STORE_BYTES: Final = 10**10
 """Up to here Ray keeps its object store in /tmp where /dev/shm has no room; a larger one it refuses."""
 _ELEMENT_BYTES: Final = {"float32": 4, "bfloat16": 2}
+_MOST_PROCESSES: Final = 512
 _MIB: Final = 2**20
 
 
@@ -42,6 +43,20 @@ def check_port(job: TrainJob | SftJob) -> None:
                 f"trainer.master_port={port} {reason}; leave it out to take a free port, choose another one, or end "
                 f"the process that holds it (`ss -ltnp 'sport = :{port}'` names it)"
             ) from error
+
+
+def check_processes(job: TrainJob | SftJob) -> None:
+    """Check that a job that runs on this machine alone has a number of processes that one machine can hold.
+
+    Raises:
+        ConfigError: far more than that.
+    """
+    wanted = job.trainer.num_ranks + job.rollout.num_workers
+    if job.ray.address is None and wanted > _MOST_PROCESSES:
+        raise ConfigError(
+            f"trainer.num_ranks={job.trainer.num_ranks} and rollout.num_workers={job.rollout.num_workers} are {wanted} "
+            f"processes on this machine; at most {_MOST_PROCESSES} are started on one: lower them, or set ray.address"
+        )
 
 
 def free_shared_memory() -> int | None:

@@ -12,7 +12,7 @@ from verl_async.data.examples import read_examples
 from verl_async.data.prompts import read_prompts
 from verl_async.data.rewards import load_reward
 from verl_async.job import optimizer_steps
-from verl_async.machine import check_port, check_shared_memory
+from verl_async.machine import check_port, check_processes, check_shared_memory
 from verl_async.model_folder import check_model_folder
 from verl_async.report.output_folder import OutputFolder
 from verl_engine.contract.names import BACKENDS_GROUP
@@ -70,6 +70,7 @@ def _check_surroundings(job: TrainJob | SftJob, output: Path | None, *, overwrit
     if output is not None:
         OutputFolder.check(output, overwrite=overwrite, inputs=input_paths(job))
     check_port(job)
+    check_processes(job)
     generates = isinstance(job, TrainJob) or job.evaluation is not None
     remarks = _remark_on_requirements(BACKENDS_GROUP, job.engine.backend, "engine.backend") + _remark_on_schedule(job)
     if generates:

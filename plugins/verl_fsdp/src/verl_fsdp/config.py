@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from verl_engine.contract.bounded import Count, CountOrZero, NonNegative, Ranks
 from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.errors import ConfigError
 from verl_engine.contract.strict_model import StrictModel
@@ -17,9 +18,9 @@ class ParameterGroup(StrictModel):
 
     pattern: str
     """Regular expression, searched for in each parameter's Hugging Face name. The first group that matches counts."""
-    learning_rate_scale: float = Field(default=1.0, ge=0)
+    learning_rate_scale: NonNegative = 1.0
     """Factor on the engine's learning rate; 0 keeps the parameters as they are."""
-    weight_decay: float | None = Field(default=None, ge=0)
+    weight_decay: NonNegative | None = None
     """In place of the engine's ``weight_decay``, for vectors too."""
 
     @field_validator("pattern")
@@ -27,7 +28,7 @@ class ParameterGroup(StrictModel):
     def _compiles(cls, pattern: str) -> str:
         try:
             re.compile(pattern)
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(f"pattern={pattern!r} is not a regular expression: {error}") from error
         return pattern
 
@@ -41,17 +42,17 @@ class ShardedConfig(EngineConfig):
     packing: bool = True
     """Lay the sequences of a micro-batch end to end with attention kept inside each. False pads them to the longest,
     for models whose attention cannot be told where sequences end; slower on mixed lengths."""
-    logit_chunk: int = Field(default=256, ge=1)
+    logit_chunk: Count = 256
     """Tokens whose logits exist at a time, float32: memory for log-probs is this times the vocabulary, not the whole
     micro-batch times the vocabulary."""
     gradient_sync: Literal["last_micro_batch", "every_micro_batch", "auto"] = "last_micro_batch"
     """When gradients are reduced over the ranks. At the last micro-batch only: least traffic, but each rank holds a
     whole float32 gradient (4 bytes a trained parameter) meanwhile. At each: 4 / ranks bytes a parameter, and one
     reduction for each. ``auto`` takes the first where it fits ``held_gradient_bytes``, and logs why."""
-    held_gradient_bytes: int | None = Field(default=None, ge=0)
+    held_gradient_bytes: int | None = Field(default=None, ge=0, le=2**50)
     """With ``gradient_sync: auto``: how much a rank may hold of not yet reduced gradients; by default a quarter of the
     device's memory."""
-    sequence_parallel_size: int = Field(default=1, ge=1)
+    sequence_parallel_size: Ranks = 1
     """Ranks that split the tokens of each micro-batch among them (Ulysses), for long sequences; it divides the number
     of ranks and of the model's attention heads. Needs packing."""
 
@@ -124,7 +125,7 @@ def require_divisor(field: str, size: int, num_ranks: int) -> None:
 class TorchShardedConfig(ShardedConfig):
     """What the backends of this package share: they call PyTorch's sharding themselves."""
 
-    shard_ranks: int | None = Field(default=None, ge=1)
+    shard_ranks: Ranks | None = None
     """Ranks that share one copy of the weights; it divides the number of ranks, and each further such group holds a
     copy of its own (HSDP). By default all ranks share one."""
     wrap: tuple[str, ...] = ()
@@ -155,27 +156,20 @@ class Fsdp2Config(TorchShardedConfig):
 
     backend: Literal["fsdp2"] = "fsdp2"
     """Fixed: this section is for ``fsdp2``."""
-    reshard_after_forward: bool | int = True
+    reshard_after_forward: bool | Ranks = True
     """Free gathered parameters between forward and backward, and gather them again; false keeps them, which is faster
     and takes more memory. A number reshards to so many ranks only (those of one machine, usually); it divides the ranks
     that share a copy."""
     keep_unsharded: bool = False
     """Keep parameters gathered from the first micro-batch to the last: least traffic, and a whole copy in
     ``param_dtype`` on each rank meanwhile."""
-    forward_prefetch: int = Field(default=0, ge=0)
+    forward_prefetch: CountOrZero = 0
     """Blocks that are gathered ahead, in the forward, besides what fully_shard does by itself."""
-    backward_prefetch: int = Field(default=0, ge=0)
+    backward_prefetch: CountOrZero = 0
     """The same in the backward."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state on the CPU, and bring each block to the device when it is used. For
     models that do not fit otherwise; slow."""
-
-    @model_validator(mode="after")
-    def _check_fsdp2(self) -> Fsdp2Config:
-        number = self.reshard_after_forward
-        if not isinstance(number, bool) and number < 1:
-            raise ValueError(f"reshard_after_forward={number} must be true, false or a number of ranks above 0")
-        return self
 
     def validate_world(self, world_size: int) -> None:
         """Check that groups of ranks come out even, those to reshard to among them; see the base class."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
+from verl_engine.contract.bounded import Ranks
 from verl_fsdp.config import ShardedConfig, require_divisor
 from verl_fsdp_turbo.library_config import library_config
 from verl_fsdp_turbo.plans import ContextPlan, ExpertPlan, FsdpPlan, MemoryPlan, ModulePatch
@@ -16,19 +17,19 @@ class FsdpTurboConfig(ShardedConfig):
 
     backend: Literal["fsdp_turbo"] = "fsdp_turbo"
     """Fixed: this section is for ``fsdp_turbo``."""
-    fully_shard_parallel_size: int | None = Field(default=None, ge=1)
+    fully_shard_parallel_size: Ranks | None = None
     """Ranks that share one copy of the weights; it divides the number of ranks, and each further such group holds a
     copy of its own (HSDP). By default all ranks share one."""
-    ulysses_parallel_size: int = Field(default=1, ge=1)
+    ulysses_parallel_size: Ranks = 1
     """Ranks that split the tokens of each micro-batch by the library's means; see ``cp_plan``. Not together with
     ``sequence_parallel_size``, which does the same by the engine's own for models with plain attention."""
-    expert_parallel_size: int = Field(default=1, ge=1)
+    expert_parallel_size: Ranks = 1
     """Ranks that divide the experts of a mixture-of-experts model; see ``ep_plan``. At least two experts a rank."""
-    expert_fully_shard_parallel_size: int = Field(default=1, ge=1)
+    expert_fully_shard_parallel_size: Ranks = 1
     """Ranks that share one copy of a rank's experts."""
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: Ranks = 1
     """Stays 1: the library does not average the gradients of parameters that it splits so."""
-    kv_allgather_parallel_size: int = 1
+    kv_allgather_parallel_size: Ranks = 1
     """Stays 1: what masks the library's second way to split sequences needs is not known."""
     offload_policy: bool = False
     """Keep weights, gradients and optimizer state on the CPU, and bring each module to the device when it is used;

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from verl_engine.contract.bounded import Count, CountOrZero, Ranks
 from verl_engine.contract.strict_model import StrictModel
 from verl_fsdp_turbo.patterns import ModulePattern
 
@@ -55,7 +56,7 @@ class ModuleSharding(Plan):
         "mp_policy": "engine.param_dtype decides it",
         "offload_policy": "engine.offload_policy decides it",
     }
-    reshard_after_forward: bool | int | None = None
+    reshard_after_forward: bool | Ranks | None = None
     """Free gathered parameters between forward and backward: true, false, or the number of ranks that they are
     resharded to. By default freed for every module but the root."""
 
@@ -88,9 +89,9 @@ class FsdpPlan(Plan):
     settings (``{}`` for the defaults). By default the model's decoder layers. Each pattern must match."""
     pin_memory: bool = True
     """With weights on the CPU: keep them in pinned memory, for faster copies. No effect on the device ``cpu``."""
-    num_to_forward_prefetch: int = Field(default=0, ge=0)
+    num_to_forward_prefetch: CountOrZero = 0
     """Modules that are gathered ahead in the forward, besides what ``fully_shard`` does by itself."""
-    num_to_backward_prefetch: int = Field(default=0, ge=0)
+    num_to_backward_prefetch: CountOrZero = 0
     """The same in the backward."""
     hook_modules: tuple[ModulePattern, ...] = ()
     """Patterns of the modules whose hooks gather and free what lies inside them, in place of that module's own."""
@@ -171,13 +172,13 @@ class ContextPlan(Plan):
 class ChunkBatchPlan(Plan):
     """Modules that run a batch in parts, for a lower peak of memory."""
 
-    chunk_mbs: int = Field(default=1, ge=1)
+    chunk_mbs: Count = 1
     """Rows of a part."""
     apply_modules: tuple[ModulePattern, ...] = Field(min_length=1)
     """Patterns of the modules."""
-    batch_dim: int = 0
+    batch_dim: int = Field(default=0, ge=-8, le=7)
     """The dim that is cut."""
-    chunk_arg_indexs: tuple[int, ...] = ()
+    chunk_arg_indexs: tuple[Annotated[int, Field(ge=0, le=255)], ...] = ()
     """Which positional arguments are cut (the library spells it so)."""
     chunk_kwarg_names: tuple[str, ...] = ()
     """Which named arguments are cut. All that have a row for each sequence belong here or above."""

@@ -6,6 +6,7 @@ from typing import Any, Final, Literal
 
 from pydantic import Field, model_validator
 
+from verl_engine.contract.bounded import Count, Ranks
 from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.errors import ConfigError
 from verl_megatron_mindspeed.mindspeed_config import DERIVED_KEYS, MindSpeedConfig
@@ -39,20 +40,20 @@ class MegatronConfig(EngineConfig):
     """What the model is stored and computed in. Master weights, gradient accumulation and reduction stay float32;
     ``float16`` adds a dynamic loss scale."""
 
-    tensor_parallel_size: int = Field(default=1, ge=1)
+    tensor_parallel_size: Ranks = 1
     """Ranks that split each layer's matrices (TP); it divides the model's attention and key-value heads."""
-    pipeline_parallel_size: int = Field(default=1, ge=1)
+    pipeline_parallel_size: Ranks = 1
     """Ranks that each hold a part of the layers (PP); it divides their number, unless
     ``transformer_options: {num_layers_in_first_pipeline_stage: ..., num_layers_in_last_pipeline_stage: ...}`` gives the
     first or last another one."""
-    virtual_pipeline_parallel_size: int = Field(default=1, ge=1)
+    virtual_pipeline_parallel_size: Ranks = 1
     """Parts of the layers that each pipeline rank holds (VPP): more parts, smaller bubbles, more traffic. Micro-batches
     are filled up with empty ones to a multiple of ``pipeline_parallel_size``."""
-    context_parallel_size: int = Field(default=1, ge=1)
+    context_parallel_size: Ranks = 1
     """Ranks that split each sequence (CP), for long ones."""
-    expert_parallel_size: int = Field(default=1, ge=1)
+    expert_parallel_size: Ranks = 1
     """Ranks that divide the experts of a mixture-of-experts model (EP)."""
-    expert_tensor_parallel_size: int | None = Field(default=None, ge=1)
+    expert_tensor_parallel_size: Ranks | None = None
     """Ranks that split each expert's matrices; by default as many as ``tensor_parallel_size``."""
     sequence_parallel: bool = False
     """Split what tensor parallelism leaves whole, norms and dropout, along the tokens: less memory, equal traffic."""
@@ -72,7 +73,7 @@ class MegatronConfig(EngineConfig):
     recompute_method: Literal["uniform", "block"] = "uniform"
     """With ``recompute: full``: keep the input of every ``recompute_num_layers``-th layer, or recompute only the first
     so many layers of each pipeline part."""
-    recompute_num_layers: int = Field(default=1, ge=1)
+    recompute_num_layers: Count = 1
     """See ``recompute_method``."""
     recompute_modules: tuple[str, ...] = ("core_attn",)
     """With ``recompute: selective``: which parts of a layer, in Megatron's words."""

@@ -9,9 +9,8 @@ import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-import yaml
-
 from verl_engine.contract.errors import ConfigError, EngineError
+from verl_engine.contract.yaml_text import write_yaml
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -81,6 +80,10 @@ class OutputFolder:
             ConfigError: the folder is in use, not a folder or not writable, or deleting its content could lose work.
         """
         try:
+            str(path).encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"--output {str(path)!a} is not UTF-8 text; choose another --output") from error
+        try:
             entries = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
         except NotADirectoryError as error:
             raise ConfigError(f"--output {path} is a file, not a folder; choose another --output") from error
@@ -138,7 +141,7 @@ class OutputFolder:
         return (*files, self.tensorboard, self.model)
 
     def write_config(self, job: Mapping[str, Any]) -> None:
-        """Write the resolved job (``job.model_dump(mode="json")``) as YAML that the command reads again.
+        """Write the resolved job (see `verl_async.job.resolved`) as YAML that the command reads again.
 
         Raises:
             OutputError: it cannot be written.
@@ -195,7 +198,7 @@ class OutputFolder:
 
 def config_yaml(job: Mapping[str, Any]) -> str:
     """Render a resolved job as YAML, in the order of its sections."""
-    return yaml.safe_dump(dict(job), sort_keys=False, allow_unicode=True)
+    return write_yaml(job)
 
 
 def write_error(path: Path, error: OSError) -> OutputError:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from verl_async.config import TrainJob
+from verl_async.job import resolved
 from verl_async.report.cards import build_cards
 from verl_async.report.metric_charts import metric_charts
 from verl_async.report.output_folder import config_yaml
@@ -60,5 +61,5 @@ def render_report(job: TrainJob | SftJob, record: RunRecord, spans: Sequence[Spa
         charts=metric_charts(record),
         timelines=timeline_charts(spans),
         timeline_legend=timeline_legend(spans),
-        config=config_yaml(job.model_dump(mode="json")),
+        config=config_yaml(resolved(job)),
     )

@@ -18,6 +18,7 @@ from verl_async.asynchrony.inputs import (
 )
 from verl_async.config import SftJob
 from verl_async.errors import DataError
+from verl_async.model_folder import remark_on_vocabulary
 from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.errors import ConfigError, ModelError
 
@@ -66,6 +67,23 @@ def test_an_example_longer_than_the_positions(tmp_path: Path, model: Path) -> No
     )
     with pytest.raises(DataError, match=r"data.examples, row 2: prompt and response have 65 tokens; .* for 64"):
         read_training_examples(job, ModelTexts.load(model))
+
+
+@pytest.mark.fault(9)
+def test_tokens_that_the_model_does_not_have(tmp_path: Path, model: Path) -> None:
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 15}), encoding="utf-8")
+    prompts = write_prompts(tmp_path / "prompts.jsonl")
+    job = train_job(data={"prompts": prompts}, evaluation={"prompts": prompts})
+    texts = ModelTexts.load(model)
+    with pytest.raises(DataError, match=r"data.prompts, row 0: token 15 \('='\) is beyond .* vocab_size=15"):
+        read_training_prompts(job, texts)
+    with pytest.raises(DataError, match=r"evaluation\.prompts, row 0: token 15"):
+        read_evaluation_prompts(job, texts, 16)
+    (remark,) = remark_on_vocabulary(model)
+    assert "the tokenizer has token ids up to 15, and the model's vocab_size is 15" in remark
+    (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert remark_on_vocabulary(model) == []
 
 
 @pytest.mark.parametrize("content", [[], {}, "no tokenizer"])

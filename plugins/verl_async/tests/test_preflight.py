@@ -256,3 +256,29 @@ def test_pickled_weights_are_taken(tmp_path: Path) -> None:
     (tmp_path / "model" / "model.safetensors").unlink()
     (tmp_path / "model" / "pytorch_model.bin").write_bytes(bytes(40))
     assert check_model_folder(tmp_path / "model").total == 20
+
+
+@pytest.mark.fault(26)
+def test_a_column_that_nothing_reads_is_a_remark(check: Check, tmp_path: Path) -> None:
+    row = {"data_source": "sums", "prompt": "1+1=", "reward_model": {"ground_truth": "2"}, "ability": "math"}
+    write_lines(tmp_path / "prompts.jsonl", [row, row, row | {"tools": [], "level": 3}, row])
+    (remark,) = check()
+    assert remark == f"data.prompts={tmp_path / 'prompts.jsonl'}: nothing reads the columns 'level', 'tools'"
+    recipe = write_recipe(tmp_path / "sft.yaml", sft_settings(tmp_path / "sft"))
+    write_lines(tmp_path / "sft" / "examples.jsonl", [{"prompt": "1+1=", "response": "2", "weight": 0.5}] * 4)
+    (remark,) = check_sft_job(load_sft_job(recipe), None)
+    assert remark.endswith("nothing reads the columns 'weight'")
+
+
+@pytest.mark.fault(28)
+def test_fewer_held_out_prompts_than_asked_for_are_a_remark(check: Check) -> None:
+    (remark,) = check("evaluation.num_prompts=30")
+    assert remark.endswith("holds 4 prompts, fewer than evaluation.num_prompts=30")
+    assert check("evaluation.num_prompts=4") == []
+
+
+@pytest.mark.fault(22)
+def test_more_processes_than_a_machine_holds_are_refused(check: Check) -> None:
+    message = _refused(check, ConfigError, "rollout.num_workers=60000")
+    assert message.startswith("trainer.num_ranks=1 and rollout.num_workers=60000 are 60001 processes on this machine")
+    assert check("rollout.num_workers=60000", "ray.address=10.0.0.1:6379") == []

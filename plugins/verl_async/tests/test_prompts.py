@@ -202,3 +202,115 @@ def test_half_of_a_surrogate_pair_names_the_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"p\.jsonl, line 2: '\\ud83d' is half of a surrogate pair"):
         read_prompts(path, "data.prompts")
     assert read_prompts(path, "data.prompts", limit=1)[0].prompt == "\U0001f600"
+
+
+TOOLS = [
+    {"role": "user", "content": "hi"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}},
+            {"type": "function", "function": {"name": "g", "arguments": {"y": [{"z": "a"}]}}},
+        ],
+    },
+    {"role": "tool", "content": "5", "name": "f"},
+]
+
+
+@pytest.mark.fault(25)
+def test_jsonl_and_parquet_of_the_same_rows_are_the_same_prompts(tmp_path: Path) -> None:
+    rows = [GOOD | {"prompt": TOOLS}, GOOD | {"prompt": [{"role": "user", "content": "hi", "name": "Ada"}]}]
+    explicit = json.loads(json.dumps(rows))
+    explicit[0]["prompt"][1]["tool_calls"][0]["function"]["arguments"]["w"] = None
+    expected = [row["prompt"] for row in rows]
+    for same in (rows, explicit):
+        for path in (write_jsonl(tmp_path / "p.jsonl", *same), write_parquet(tmp_path / "p.parquet", *same)):
+            assert [prompt.prompt for prompt in read_prompts(path, "data.prompts")] == expected
+
+
+@pytest.mark.fault(26)
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_images_are_refused_and_an_empty_column_is_not(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"p{suffix}"
+    write = write_jsonl if suffix == ".jsonl" else write_parquet
+    write(path, GOOD | {"images": []}, GOOD | {"images": [{"path": "a.png"}]})
+    with pytest.raises(DataError, match=r"(line 2|row 1): images is .*a\.png.*jobs train on text alone"):
+        read_prompts(path, "data.prompts")
+    found: set[str] = set()
+    assert len(read_prompts(path, "data.prompts", limit=1, found=found)) == 1
+    assert found == {*GOOD, "images"}
+
+
+@pytest.mark.fault(26)
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"role": "user", "content": [{"type": "text", "text": "hi"}]}, None),
+        ({"role": "user", "content": [{"type": "text", "text": "a"}] * 2}, "prompt[0].content is [{'type': 'text'"),
+        ({"role": "user", "content": [{"type": "image"}]}, "expected a text, or one part {type: text, text: ...}"),
+        ({"role": "assistant", "content": "hi"}, "prompt[0].role is 'assistant'; expected the last message"),
+    ],
+)
+def test_content_in_parts_and_a_chat_that_is_answered(
+    tmp_path: Path, message: dict[str, Any], expected: str | None
+) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", GOOD | {"prompt": [message]})
+    if expected is None:
+        assert read_prompts(path, "data.prompts")[0].prompt == [{"role": "user", "content": "hi"}]
+        return
+    with pytest.raises(DataError) as caught:
+        read_prompts(path, "data.prompts")
+    assert expected in str(caught.value)
+
+
+def table(extra: pa.Array) -> pa.Table:
+    """Return GOOD twice, with another column ``extra_info``."""
+    good = pa.Table.from_pylist([GOOD] * len(extra))
+    return good.set_column(good.schema.get_field_index("extra_info"), "extra_info", extra)
+
+
+def structs(values: pa.Array) -> pa.Array:
+    return pa.StructArray.from_arrays([values], names=["at"])
+
+
+@pytest.mark.fault(24)
+@pytest.mark.parametrize(
+    "extra",
+    [
+        structs(pa.array([0, 1], pa.timestamp("ns"))),
+        structs(pa.array([0, 2**62], pa.timestamp("us"))),
+        structs(pa.array([0, 2**30], pa.date32())),
+        structs(pa.StringArray.from_buffers(2, pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pa.py_buffer(b"a\xff"))),
+        pa.StructArray.from_arrays([pa.array([1, 2])] * 2, names=["at", "at"]),
+    ],
+    ids=["nanoseconds", "far-timestamp", "far-date", "no-utf-8", "twice"],
+)
+def test_parquet_values_that_python_cannot_hold_name_row_and_column(tmp_path: Path, extra: pa.Array) -> None:
+    path = tmp_path / "p.parquet"
+    pyarrow.parquet.write_table(table(extra), path)
+    try:
+        prompts = read_prompts(path, "data.prompts")
+    except DataError as error:
+        assert re.search(r"p\.parquet, row [01]: extra_info of type .* cannot be read", str(error))  # noqa: PT017
+    else:
+        pytest.importorskip("pandas")  # which has a type for nanoseconds
+        assert len(prompts) == 2
+
+
+@pytest.mark.fault(24)
+def test_what_stands_twice_is_refused(tmp_path: Path) -> None:
+    line = json.dumps(GOOD)[:-1] + ', "prompt": "another"}'
+    with pytest.raises(DataError, match=r"line 1: not valid JSON .the key 'prompt' stands twice"):
+        read_prompts(write_jsonl(tmp_path / "p.jsonl", line), "data.prompts")
+    good = pa.Table.from_pylist([GOOD])
+    pyarrow.parquet.write_table(good.append_column("prompt", good["prompt"]), tmp_path / "p.parquet")
+    with pytest.raises(DataError, match="the column 'prompt' stands twice"):
+        read_prompts(tmp_path / "p.parquet", "data.prompts")
+
+
+@pytest.mark.fault(24)
+def test_deep_values_are_refused(tmp_path: Path) -> None:
+    line = json.dumps(GOOD | {"extra_info": {"a": None}}).replace("null", "[" * 300 + "]" * 300)
+    with pytest.raises(DataError, match="line 1: values are nested more than 100 deep"):
+        read_prompts(write_jsonl(tmp_path / "p.jsonl", line), "data.prompts")

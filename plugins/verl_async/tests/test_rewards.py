@@ -202,3 +202,16 @@ def test_what_is_no_reward_function(folder: Path, request: pytest.FixtureRequest
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         load_reward(RewardConfig(function=f"{name}.score"), field="reward.function")
     assert str(caught.value).startswith(f"reward.function={name}.score: ")
+
+
+@pytest.mark.fault(27)
+def test_a_function_that_changes_its_arguments_changes_its_own_call_only() -> None:
+    def count(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:  # noqa: ARG001
+        extra_info["calls"].append(1)
+        ground_truth["answers"].append(2)
+        return float(len(extra_info["calls"]) + len(ground_truth["answers"]))
+
+    prompt = Prompt(0, "sums", "1+1=", {"answers": []}, {"calls": []})
+    reward = reward_of(count)
+    assert [reward.score(prompt, "2", "0-0") for _ in range(2)] == [2.0, 2.0]
+    assert (prompt.ground_truth, prompt.extra_info) == ({"answers": []}, {"calls": []})

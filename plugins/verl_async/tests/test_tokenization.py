@@ -10,7 +10,13 @@ from transformers import PreTrainedTokenizerFast
 
 from verl_async.data.examples import Example
 from verl_async.data.prompts import Prompt
-from verl_async.data.tokenization import decode_response, encode_example, encode_prompt, stop_token_ids
+from verl_async.data.tokenization import (
+    check_vocabulary,
+    decode_response,
+    encode_example,
+    encode_prompt,
+    stop_token_ids,
+)
 from verl_async.errors import DataError
 from verl_engine.contract.errors import ModelError
 
@@ -109,6 +115,24 @@ def test_a_chat_needs_a_template_that_takes_it() -> None:
         encode_prompt(make_tokenizer(template=None), prompt_of(CHAT), 8, "data.prompts")
     with pytest.raises(DataError, match="row 3: the chat template refuses the prompt: no such role"):
         encode_prompt(make_tokenizer(), prompt_of([{"role": "judge", "content": "1"}], index=3), 8, "data.prompts")
+
+
+@pytest.mark.fault(26)
+def test_a_text_that_begins_with_bos_gets_no_second_one() -> None:
+    for prompt in ("1+2=", "<bos>1+2="):
+        assert encode_prompt(make_tokenizer(), prompt_of(prompt), 8, "data.prompts") == (BOS, *ids("1+2="))
+        sequence = encode_example(make_tokenizer(), Example(0, prompt, "3"), 8, "data.examples")
+        assert tuple(sequence.token_ids) == (BOS, *ids("1+2=3"), EOS)
+    plain = make_tokenizer(text="$A")
+    assert encode_prompt(plain, prompt_of("<bos><bos>1"), 8, "data.prompts") == (BOS, BOS, *ids("1"))
+
+
+@pytest.mark.fault(9)
+def test_a_token_beyond_the_model_s_vocabulary_names_row_and_sizes() -> None:
+    check_vocabulary(make_tokenizer(), ids("1+2="), len(VOCABULARY), "data.prompts, row 3")
+    check_vocabulary(make_tokenizer(), ids("1+2="), None, "data.prompts, row 3")
+    with pytest.raises(DataError, match=r"token 16 .* beyond the model's vocab_size=16, .* has 18 tokens"):
+        check_vocabulary(make_tokenizer(), ids("1+2="), 16, "data.prompts, row 3")
 
 
 def test_an_example_needs_an_end_token() -> None:

@@ -69,6 +69,33 @@ def check_model_folder(folder: Path, where: str = "model.path") -> WeightSizes:
     return _weight_sizes(_weight_files(folder, at), at)
 
 
+def remark_on_vocabulary(folder: Path) -> list[str]:
+    """Say that the tokenizer knows more tokens than the model, where both files say how many.
+
+    Such tokens may never occur, so it is no error here: prompts are compared when they are tokenized.
+    """
+    config = _read_json(folder / "config.json", "model.path")
+    text_config = config.get("text_config")
+    size = (text_config if isinstance(text_config, dict) else config).get("vocab_size")
+    file = folder / "tokenizer.json"
+    if not isinstance(size, int) or not file.is_file():
+        return []
+    tokenizer = _read_json(file, "model.path")
+    try:
+        vocabulary = tokenizer["model"]["vocab"]
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        largest = max(*ids, *(token["id"] for token in tokenizer.get("added_tokens") or ()), -1, -1)
+    except (KeyError, TypeError, ValueError):
+        return []  # a kind of tokenizer that says it elsewhere
+    if largest < size:
+        return []
+    remark = (
+        f"model.path={folder}: the tokenizer has token ids up to {largest}, and the model's vocab_size is {size}; a "
+        "prompt with a token beyond that ends the job before it trains"
+    )
+    return [remark]
+
+
 def _hint(folder: Path) -> str:
     """Name a folder inside that does look like a model: people often give its parent."""
     inside = sorted(path.parent.name for path in folder.glob("*/config.json"))

@@ -8,12 +8,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from verl_async.config import TrainJob
+from verl_async.data.examples import COLUMNS as EXAMPLE_COLUMNS
 from verl_async.data.examples import read_examples
+from verl_async.data.prompts import COLUMNS as PROMPT_COLUMNS
 from verl_async.data.prompts import read_prompts
 from verl_async.data.rewards import load_reward
+from verl_async.data.rows import MEDIA
 from verl_async.job import optimizer_steps
 from verl_async.machine import check_port, check_processes, check_shared_memory
-from verl_async.model_folder import check_model_folder
+from verl_async.model_folder import check_model_folder, remark_on_vocabulary
 from verl_async.report.output_folder import OutputFolder
 from verl_engine.contract.names import BACKENDS_GROUP
 from verl_engine.host.loading import describe, find_plugin
@@ -43,19 +46,25 @@ def check_train_job(job: TrainJob, output: Path | None, overwrite: bool = False)
         EngineError: the first thing found that would make the job fail.
     """
     remarks = _check_surroundings(job, output, overwrite=overwrite)
-    prompts = read_prompts(job.data.prompts, "data.prompts")
-    _try_reward(job.reward, [*prompts, *_read_evaluation(job)])
+    where, columns = f"data.prompts={job.data.prompts}", set[str]()
+    prompts = read_prompts(job.data.prompts, "data.prompts", found=columns)
+    remarks += _remark_on_columns(where, columns, PROMPT_COLUMNS)
+    held_out, more = _read_evaluation(job)
+    _try_reward(job.reward, [*prompts, *held_out])
     wanted = job.trainer.mini_batch_size * job.async_training.require_batches
-    return [*remarks, *_remark_on_few(len(prompts), wanted, f"data.prompts={job.data.prompts}", "prompts")]
+    return [*remarks, *more, *_remark_on_few(len(prompts), wanted, where, "prompts")]
 
 
 def check_sft_job(job: SftJob, output: Path | None, overwrite: bool = False) -> list[str]:
     """Check all that a supervised job needs from this machine; as `check_train_job`."""
     remarks = _check_surroundings(job, output, overwrite=overwrite)
-    examples = read_examples(job.data.examples, "data.examples")
+    where, columns = f"data.examples={job.data.examples}", set[str]()
+    examples = read_examples(job.data.examples, "data.examples", found=columns)
+    remarks += _remark_on_columns(where, columns, EXAMPLE_COLUMNS)
     if job.evaluation is not None:
-        _try_reward(job.reward, _read_evaluation(job))
-    where = f"data.examples={job.data.examples}"
+        held_out, more = _read_evaluation(job)
+        _try_reward(job.reward, held_out)
+        remarks += more
     return [*remarks, *_remark_on_few(len(examples), job.trainer.batch_size, where, "examples")]
 
 
@@ -76,6 +85,7 @@ def _check_surroundings(job: TrainJob | SftJob, output: Path | None, *, overwrit
     if generates:
         remarks += _remark_on_requirements(ROLLOUTS_GROUP, job.rollout.engine, "rollout.engine")
     sizes = check_model_folder(job.model.path, "model.path")
+    remarks += remark_on_vocabulary(job.model.path)
     return [*remarks, *check_shared_memory(job, sizes, syncs_weights=generates)]
 
 
@@ -101,10 +111,23 @@ def _remark_on_schedule(job: TrainJob | SftJob) -> list[str]:
     return [remark]
 
 
-def _read_evaluation(job: TrainJob | SftJob) -> list[Prompt]:
-    if job.evaluation is None:
-        return []
-    return read_prompts(job.evaluation.prompts, "evaluation.prompts", job.evaluation.num_prompts)
+def _read_evaluation(job: TrainJob | SftJob) -> tuple[list[Prompt], list[str]]:
+    """Read the held-out prompts; returns remarks too."""
+    config = job.evaluation
+    if config is None:
+        return [], []
+    where, columns = f"evaluation.prompts={config.prompts}", set[str]()
+    prompts = read_prompts(config.prompts, "evaluation.prompts", config.num_prompts, columns)
+    remarks = _remark_on_columns(where, columns, PROMPT_COLUMNS)
+    if len(prompts) < config.num_prompts and "num_prompts" in config.model_fields_set:
+        remarks.append(f"{where} holds {len(prompts)} prompts, fewer than evaluation.num_prompts={config.num_prompts}")
+    return prompts, remarks
+
+
+def _remark_on_columns(where: str, found: set[str], used: Sequence[str]) -> list[str]:
+    """Name the columns that nothing reads; verl's own ``ability`` is none that verl reads either."""
+    unused = sorted(found - {*used, "ability", *MEDIA})
+    return [f"{where}: nothing reads the columns {', '.join(map(repr, unused))}"] if unused else []
 
 
 def _try_reward(config: RewardConfig, prompts: Sequence[Prompt]) -> None:

@@ -14,7 +14,7 @@ from verl_async.asynchrony.scoring import Scorer
 from verl_async.data.examples import read_examples
 from verl_async.data.prompts import read_prompts
 from verl_async.data.rewards import load_reward
-from verl_async.data.tokenization import encode_example, encode_prompt, stop_token_ids
+from verl_async.data.tokenization import check_vocabulary, encode_example, encode_prompt, stop_token_ids
 from verl_async.errors import DataError
 from verl_async.rollout.interface import SamplingParams
 from verl_async.rollout.positions import max_num_tokens
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from verl_async.config import RewardConfig, RolloutConfig, SftJob, TrainJob
+    from verl_async.data.prompts import Prompt
     from verl_engine.batch.sequence import Sequence
 
 _log: Final = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ class ModelTexts:
     stop_token_ids: tuple[int, ...]
     max_tokens: int | None
     """Of the longest sequence that the model has positions for; None where nothing limits it."""
+    vocab_size: int | None = None
+    """Token ids that the model has embeddings for; None where its config does not say."""
 
     @classmethod
     def load(cls, folder: Path) -> ModelTexts:
@@ -61,7 +64,18 @@ class ModelTexts:
             config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, KeyError):  # what is wrong, the engines say
             config = transformers.PreTrainedConfig()
-        return cls(folder, tokenizer, stop_token_ids(tokenizer, eos), max_num_tokens(config))
+        vocab_size = getattr(config.get_text_config(decoder=True), "vocab_size", None)
+        return cls(folder, tokenizer, stop_token_ids(tokenizer, eos), max_num_tokens(config), vocab_size)
+
+    def encode(self, prompt: Prompt, max_tokens: int, field: str) -> EncodedPrompt:
+        """Tokenize a prompt, and check that the model has its tokens.
+
+        Raises:
+            DataError: see `encode_prompt` and `check_vocabulary`.
+        """
+        token_ids = encode_prompt(self.tokenizer, prompt, max_tokens, field)
+        check_vocabulary(self.tokenizer, token_ids, self.vocab_size, f"{field}, row {prompt.index}")
+        return EncodedPrompt(prompt, token_ids)
 
     def sampling(self, config: RolloutConfig, temperature: float | None = None) -> SamplingParams:
         """Return how to sample; another temperature than the rollout's means evaluation, without top-p and top-k."""
@@ -102,10 +116,7 @@ def read_training_prompts(job: TrainJob, texts: ModelTexts) -> list[EncodedPromp
         ConfigError: a prompt with its answer is longer than the model's positions.
     """
     limit = job.data.max_prompt_tokens
-    prompts = [
-        EncodedPrompt(prompt, encode_prompt(texts.tokenizer, prompt, limit, "data.prompts"))
-        for prompt in read_prompts(job.data.prompts, "data.prompts")
-    ]
+    prompts = [texts.encode(prompt, limit, "data.prompts") for prompt in read_prompts(job.data.prompts, "data.prompts")]
     _check_positions(prompts, job.rollout.max_response_tokens, texts.max_tokens, "data.prompts")
     return prompts
 
@@ -120,7 +131,7 @@ def read_evaluation_prompts(job: TrainJob | SftJob, texts: ModelTexts, max_token
     if job.evaluation is None:
         return []
     prompts = [
-        EncodedPrompt(prompt, encode_prompt(texts.tokenizer, prompt, max_tokens, "evaluation.prompts"))
+        texts.encode(prompt, max_tokens, "evaluation.prompts")
         for prompt in read_prompts(job.evaluation.prompts, "evaluation.prompts", job.evaluation.num_prompts)
     ]
     _check_positions(prompts, job.rollout.max_response_tokens, texts.max_tokens, "evaluation.prompts")
@@ -137,6 +148,8 @@ def read_training_examples(job: SftJob, texts: ModelTexts) -> list[Sequence]:
         encode_example(texts.tokenizer, example, job.data.max_tokens, "data.examples")
         for example in read_examples(job.data.examples, "data.examples")
     ]
+    for row, example in enumerate(examples):
+        check_vocabulary(texts.tokenizer, example.token_ids, texts.vocab_size, f"data.examples, row {row}")
     longest = max(range(len(examples)), key=lambda row: len(examples[row]))
     if texts.max_tokens is not None and len(examples[longest]) > texts.max_tokens:
         raise DataError(

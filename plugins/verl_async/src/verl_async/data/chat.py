@@ -26,6 +26,12 @@ def read_prompt_column(row: Row) -> str | list[dict[str, Any]]:
     messages = [_read_message(row, position, message) for position, message in enumerate(prompt)]
     if not any(_says_something(message["content"]) for message in messages):
         raise row.error("prompt", prompt, f"one that is not empty: {_EXPECTED}")
+    if messages[-1]["role"] == "assistant":
+        raise row.error(
+            f"prompt[{len(messages) - 1}].role",
+            "assistant",
+            "the last message to be another's: the model's turn is opened behind it (what it shall say is `response`)",
+        )
     return messages
 
 
@@ -33,16 +39,38 @@ def _read_message(row: Row, position: int, message: object) -> dict[str, Any]:
     column = f"prompt[{position}]"
     if not isinstance(message, dict):
         raise row.error(column, message, "a message {role: ..., content: ...}")
-    role, content = message.get("role"), message.get("content")
+    message = _without_nulls(message)
+    role, content = message.get("role"), _one_text(message.get("content"))
     if not isinstance(role, str) or not role:
         raise row.error(f"{column}.role", role, "a text such as 'user'")
     # A message that only calls tools says nothing: then content is null.
-    if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
-        raise row.error(f"{column}.content", content, "a text")
-    # Parquet gives every message each key that any message has, as null; to a chat template that is not the same as
-    # its absence.
-    return {key: value for key, value in message.items() if value is not None or key == "content"}
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise row.error(f"{column}.content", content, "a text, or one part {type: text, text: ...}")
+    return {**message, "content": content}
 
 
-def _says_something(content: object) -> bool:
-    return bool(content.strip() if isinstance(content, str) else content)
+def _without_nulls(value: Any) -> Any:
+    """Drop each key with null from mappings, however deep.
+
+    Parquet gives every mapping each key that any row has there, as null; to a chat template that is not the same as its
+    absence. JSONL is read alike, so that a row is the same prompt in both formats.
+    """
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _one_text(content: object) -> object:
+    """Return the text of content that is one part of text; templates for text alone would print a list as Python does.
+
+    Several parts are not joined: templates differ in what they put between them.
+    """
+    match content:
+        case [{"type": "text", "text": str(text), **more}] if not more:
+            return text
+        case _:
+            return content
+
+
+def _says_something(content: str | None) -> bool:
+    return bool(content and content.strip())

@@ -28,18 +28,19 @@ class Example:
     """What the model shall answer, without its closing token."""
 
 
-def read_examples(path: Path, field: str, limit: int | None = None) -> list[Example]:
+def read_examples(path: Path, field: str, limit: int | None = None, found: set[str] | None = None) -> list[Example]:
     """Read an example file.
 
     Args:
         path: Parquet or JSONL with columns ``prompt`` and ``response``.
         field: dotted path of the config field that names the file, such as ``data.examples``; for messages.
         limit: only so many rows, from the first; the rest is not looked at.
+        found: gets the names of all columns that the rows have.
     Raises:
         DataError: the file is missing, of another kind, empty or malformed; names the line (JSONL, from 1) or the row
             (Parquet, from 0).
     """
-    return [_read_example(row) for row in read_rows(path, field, COLUMNS, limit)]
+    return [_read_example(row) for row in read_rows(path, field, COLUMNS, limit, found)]
 
 
 def _read_example(row: Row) -> Example:

@@ -32,7 +32,7 @@ class Prompt:
     """Whatever else the reward function reads; empty where the file has none."""
 
 
-def read_prompts(path: Path, field: str, limit: int | None = None) -> list[Prompt]:
+def read_prompts(path: Path, field: str, limit: int | None = None, found: set[str] | None = None) -> list[Prompt]:
     """Read a prompt file.
 
     Args:
@@ -40,11 +40,12 @@ def read_prompts(path: Path, field: str, limit: int | None = None) -> list[Promp
             and, if wanted, ``extra_info``.
         field: dotted path of the config field that names the file, such as ``data.prompts``; for messages.
         limit: only so many rows, from the first; the rest is not looked at.
+        found: gets the names of all columns that the rows have.
     Raises:
         DataError: the file is missing, of another kind, empty or malformed; names the line (JSONL, from 1) or the row
             (Parquet, from 0).
     """
-    return [_read_prompt(row) for row in read_rows(path, field, COLUMNS, limit)]
+    return [_read_prompt(row) for row in read_rows(path, field, COLUMNS, limit, found)]
 
 
 def _read_prompt(row: Row) -> Prompt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import numbers
@@ -99,7 +100,8 @@ class _Call:
 
     def run(self) -> None:
         try:
-            self.result = self.function(**self.arguments)
+            # Each call has arguments of its own: a function that changes them does not change the next call's.
+            self.result = self.function(**copy.deepcopy(self.arguments))
         except BaseException as error:  # noqa: BLE001 - raised again, as the cause, in the thread that waits
             self.error = error
 

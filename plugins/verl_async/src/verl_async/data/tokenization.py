@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl_async.data.turns import end_of_turn, ids_behind, text_ids
 from verl_async.errors import DataError
 from verl_engine.batch.sequence import Sequence
 from verl_engine.contract.errors import ModelError
@@ -42,7 +43,11 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, max_tokens
 
 
 def encode_example(tokenizer: PreTrainedTokenizerBase, example: Example, max_tokens: int, field: str) -> Sequence:
-    """Tokenize an example: its prompt as in `encode_prompt`, its response, and the closing end-of-sequence token.
+    """Tokenize an example: its prompt as in `encode_prompt`, its response behind it, and the token that closes it.
+
+    A text is closed by the end-of-sequence token, a chat by the token with which the template ends a turn; a response
+    that ends in it already is not closed twice. What a template writes behind that token is left out: rollouts stop
+    there.
 
     Args:
         tokenizer: of the model.
@@ -57,7 +62,7 @@ def encode_example(tokenizer: PreTrainedTokenizerBase, example: Example, max_tok
     """
     where = f"{field}, row {example.index}"
     prompt_ids = _prompt_ids(tokenizer, example.prompt, where)
-    response_ids = [*_text_ids(tokenizer, example.response, special_tokens=False), _end_token_id(tokenizer)]
+    response_ids = _response_ids(tokenizer, example, prompt_ids, where)
     token_ids = np.array(prompt_ids + response_ids, dtype=np.int64)
     if len(token_ids) > max_tokens:
         raise DataError(
@@ -70,7 +75,10 @@ def encode_example(tokenizer: PreTrainedTokenizerBase, example: Example, max_tok
 def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase, generation_config_eos: int | Iterable[int] | None
 ) -> tuple[int, ...]:
-    """Return the tokens that end a response: the tokenizer's end-of-sequence token and those of the generation config.
+    """Return the tokens that end a response.
+
+    They are the tokenizer's end-of-sequence token, the one with which its chat template ends a turn, and those of the
+    generation config.
 
     Args:
         tokenizer: of the model.
@@ -82,22 +90,47 @@ def stop_token_ids(
         generation_config_eos = ()
     elif isinstance(generation_config_eos, int):
         generation_config_eos = (generation_config_eos,)
-    own = tokenizer.eos_token_id
-    return tuple(sorted({*generation_config_eos, *(() if own is None else (int(own),))}))
+    own = {tokenizer.eos_token_id, end_of_turn(tokenizer)} - {None}
+    return tuple(sorted({*generation_config_eos, *own}))
+
+
+def check_vocabulary(
+    tokenizer: PreTrainedTokenizerBase, token_ids: Iterable[int], vocab_size: int | None, where: str
+) -> None:
+    """Check that the model has an embedding for each token.
+
+    Args:
+        tokenizer: with which they were made.
+        token_ids: of a prompt or an example.
+        vocab_size: of the model; None where its config does not say.
+        where: field and row; for messages.
+    Raises:
+        DataError: a token is beyond it.
+    """
+    largest = max(token_ids)
+    if vocab_size is not None and largest >= vocab_size:
+        raise DataError(
+            f"{where}: token {largest} ({tokenizer.convert_ids_to_tokens(int(largest))!r}) is beyond the model's "
+            f"vocab_size={vocab_size}, and the tokenizer has {len(tokenizer)} tokens: use the model's own tokenizer, "
+            "give the model more embeddings (resize_token_embeddings), or take the row out"
+        )
 
 
 def decode_response(tokenizer: PreTrainedTokenizerBase, token_ids: Iterable[int]) -> str:
     """Turn generated tokens into the text that is scored; special tokens, such as the closing one, are left out."""
-    text = tokenizer.decode(list(token_ids), skip_special_tokens=True)
+    ids = list(token_ids)
+    if ids and ids[-1] == end_of_turn(tokenizer):  # some templates end turns with a token that is not marked special
+        ids.pop()
+    text = tokenizer.decode(ids, skip_special_tokens=True)
     assert isinstance(text, str)  # a list of texts only for a list of lists
     return text
 
 
 def _prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, Any]], where: str) -> list[int]:
     if isinstance(prompt, str):
-        ids = _text_ids(tokenizer, prompt, special_tokens=True)
+        ids = text_ids(tokenizer, prompt, special_tokens=True)
         end = tokenizer.eos_token_id
-        if ids and ids[-1] == end and _text_ids(tokenizer, prompt, special_tokens=False)[-1:] != [end]:
+        if ids and ids[-1] == end and text_ids(tokenizer, prompt, special_tokens=False)[-1:] != [end]:
             raise ModelError(
                 f"the tokenizer puts its end-of-sequence token {tokenizer.eos_token!r} behind each text, so there "
                 "would be nothing to answer; set add_eos_token to false in the model folder's tokenizer_config.json"
@@ -109,9 +142,22 @@ def _prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str,
     return ids
 
 
-def _text_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, special_tokens: bool) -> list[int]:
-    # verbose=False: lengths are checked here, against the config, with an error instead of a warning.
-    return list(tokenizer(text, add_special_tokens=special_tokens, verbose=False)["input_ids"])
+def _response_ids(tokenizer: PreTrainedTokenizerBase, example: Example, prompt_ids: list[int], where: str) -> list[int]:
+    if isinstance(example.prompt, str):
+        prompt, text, end = example.prompt, example.response, None
+    else:
+        prompt = _chat_text(tokenizer, example.prompt, where, add_generation_prompt=True)
+        end = end_of_turn(tokenizer)
+        answer = {"role": "assistant", "content": example.response}
+        whole = _chat_text(tokenizer, [*example.prompt, answer], where, add_generation_prompt=False)
+        # Some templates write an earlier turn otherwise than the one that they open, such as without its thoughts.
+        text = whole.removeprefix(prompt) if whole.startswith(prompt) else example.response
+    end_id = _end_token_id(tokenizer) if end is None else end
+    closing = str(tokenizer.convert_ids_to_tokens(end_id))
+    if end is not None and closing in text:
+        text = text[: text.rindex(closing)]  # what the template adds
+    text = text.removesuffix(closing)  # what the response may have of its own
+    return [*ids_behind(tokenizer, prompt, prompt_ids, text, special_tokens=isinstance(example.prompt, str)), end_id]
 
 
 def _chat_ids(tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, Any]], where: str) -> list[int]:
@@ -120,12 +166,16 @@ def _chat_ids(tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, Any]], wh
             f"{where}: the prompt is a chat, but the model folder's tokenizer has no chat template; "
             "add chat_template.jinja to the folder, or write prompts as text"
         )
+    return text_ids(tokenizer, _chat_text(tokenizer, chat, where, add_generation_prompt=True), special_tokens=False)
+
+
+def _chat_text(
+    tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, Any]], where: str, *, add_generation_prompt: bool
+) -> str:
     try:
-        # return_dict=False: transformers 5 returns a mapping by default, transformers 4 the tokens.
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
+        return str(tokenizer.apply_chat_template(chat, add_generation_prompt=add_generation_prompt, tokenize=False))
     except Exception as error:  # a template may raise anything: it is a program of the model's author
         raise DataError(f"{where}: the chat template refuses the prompt: {error}") from error
-    return list(ids)
 
 
 def _end_token_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -65,9 +65,9 @@ def test_one_that_cannot_be_read_stands_in_the_table_with_the_reason(
     for step in (1, 2):
         store.save(trained(), step, wait=True)
     edit_manifest(store, format_version=7)
-    assert run("checkpoint", "inspect", str(tmp_path)) == 0
+    assert run("checkpoint", "inspect", str(tmp_path)) == 1
     assert "format_version=7" in re.sub(r"\s*│\s*\n│[\s│]*", "", capsys.readouterr().out)
-    assert run("checkpoint", "inspect", str(tmp_path), "--json") == 0
+    assert run("checkpoint", "inspect", str(tmp_path), "--json") == 1
     first, second = json.loads(capsys.readouterr().out)
     assert "format_version=7" in first["error"]
     assert second["step"] == 2

@@ -232,6 +232,7 @@ def test_the_manifest_says_what_is_there(tmp_path: Path) -> None:
     manifest = CheckpointManifest.read(folder)
     assert (manifest.step, manifest.backend, manifest.world_size) == (12, "plain", 1)
     assert manifest.contents == ("model", "buffers", "optimizer", "schedule", "rng")
-    assert manifest.lora == {"rank": 4, "alpha": 8.0}
+    assert manifest.lora is not None
+    assert (manifest.lora.rank, manifest.lora.alpha) == (4, 8.0)
     assert (manifest.weights["inner.weight"].shape, manifest.weights["inner.weight"].dtype) == ((2, 2), "float32")
     assert sorted(path.name for path in (folder / "model").iterdir()) == ["config.json", "tokenizer.json"]

@@ -11,6 +11,7 @@ import torch
 from core.tests.test_checkpoint_store import same, trained
 from core.tests.test_module_engine import PlainEngine, make, weights
 from verl_engine.contract.errors import ConfigError, WeightsError
+from verl_engine.engine.checkpoints.digests import digest_text
 from verl_engine.engine.checkpoints.store import CheckpointStore
 
 if TYPE_CHECKING:
@@ -25,9 +26,13 @@ def store(tmp_path: Path) -> Iterator[CheckpointStore]:
     store.close()
 
 
-def edit_manifest(store: CheckpointStore, **fields: Any) -> None:
+def edit_manifest(store: CheckpointStore, **changed: Any) -> None:
+    """Change fields, with a digest that fits."""
     path = store.root / "step-00000001" / "checkpoint.json"
-    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **fields}), encoding="utf-8")
+    fields = {**json.loads(path.read_text(encoding="utf-8")), **changed}
+    del fields["sha256"]
+    seal = digest_text(json.dumps(fields, sort_keys=True))
+    path.write_text(json.dumps({**fields, "sha256": seal}), encoding="utf-8")
 
 
 def damage_version(store: CheckpointStore) -> None:
@@ -64,11 +69,14 @@ def damage_files(store: CheckpointStore) -> None:
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (damage_version, "format_version=99, written by verl-engine-core 9.9; this is .*, which reads version 1"),
+        (
+            damage_version,
+            "format_version=99, written by verl-engine-core 9.9; this is .*, which reads versions 1 and",
+        ),
         (damage_manifest, "checkpoint.json cannot be read: JSONDecodeError"),
-        (damage_field, "saved_at='yesterday' cannot be; the file was damaged"),
-        (damage_metadata, ".metadata cannot be read: UnpicklingError"),
-        (damage_a_name, ".metadata cannot be read: UnicodeDecodeError"),
+        (damage_field, "saved_at='yesterday' cannot be: .* valid number; the file was damaged"),
+        (damage_metadata, r"is damaged: .metadata has 9 bytes of \d+"),
+        (damage_a_name, r"is damaged: .metadata holds something else than was saved"),
         (damage_size, r"is damaged: __0_0.distcp has \d+ bytes of \d+; load another step"),
         (damage_files, "is damaged: __0_0.distcp is missing"),
     ],

@@ -263,7 +263,7 @@ def test_an_old_one_that_cannot_be_deleted_is_a_warning(tmp_path: Path, caplog: 
 
 
 def test_keeping_none_and_a_negative_step_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="keep_last=0 would keep no checkpoint"):
+    with pytest.raises(ConfigError, match="keep_last=0 must be 1 or more"):
         CheckpointStore(tmp_path, keep_last=0).save(trained(), 1)
     with pytest.raises(ConfigError, match="step=-1 must be 0 or more"):
         CheckpointStore(tmp_path).save(trained(), -1)

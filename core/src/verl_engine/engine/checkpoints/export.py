@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -82,6 +83,7 @@ def export_checkpoint(
     if os.path.lexists(output):
         raise ConfigError(f"--output {output} exists already; give a new folder, or remove it first")
     manifest = CheckpointManifest.read(folder)
+    manifest.require_intact(folder, num_threads=os.cpu_count() or 1)
     files_from = model_folder or folder / MODEL_FOLDER
     if not (files_from / "config.json").is_file():
         raise ConfigError(
@@ -90,24 +92,32 @@ def export_checkpoint(
     target = None if dtype is None else _float_dtype(dtype)
     names = FolderNames(files_from, manifest.head)
     sources = _sources(manifest, target, names.held_dtypes(target))
-    partial = output.with_name(f".{output.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     reader = CheckpointReader(folder)
-    try:
-        partial.mkdir(parents=True)
-        _copy_files(files_from, partial, manifest, sources)
+    with _hidden_until_whole(output) as partial:
+        copy_model_files(files_from, partial, None if model_folder else manifest.model_files(folder))
+        _adapt_config(files_from, partial, manifest, sources)
         groups = names.together({name: manifest.weights[source.name].shape for name, source in sources.items()})
         shards = _divide(groups, sources, shard_bytes)
         files = _write_shards(reader, manifest, sources, shards, names, partial, on_shard)
-        sync_folder(partial)
-        partial.rename(output)
+    num_weights = len({name for held in files.values() for name in held})
+    return Exported(output, num_weights, sum(source.num_bytes for source in sources.values()), tuple(files))
+
+
+@contextmanager
+def _hidden_until_whole(output: Path) -> Iterator[Path]:
+    """Make a new folder beside the output, and give it the output's name at the end, or delete it."""
+    partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
+    try:
+        partial.mkdir(parents=True)  # never one that is there: it would be somebody's
+        try:
+            yield partial
+            sync_folder(partial)
+            partial.rename(output)
+        finally:  # where the disk is full, others need the room
+            shutil.rmtree(partial, ignore_errors=True)
         sync_folder(output.parent)
     except OSError as error:
         raise WeightsError(f"the export to {output} failed, nothing is there: {error}") from error
-    finally:  # where the disk is full, others need the room
-        shutil.rmtree(partial, ignore_errors=True)
-    num_weights = len({name for held in files.values() for name in held})
-    return Exported(output, num_weights, sum(source.num_bytes for source in sources.values()), tuple(files))
 
 
 def _sources(
@@ -205,7 +215,7 @@ def _weights(
         if source.adapter is not None:
             a_RI, b_OR = _read(reader, manifest, *source.adapter)
             assert manifest.lora is not None
-            weight = merged(weight, LowRank(a_RI, b_OR, manifest.lora["alpha"] / manifest.lora["rank"]))
+            weight = merged(weight, LowRank(a_RI, b_OR, manifest.lora.alpha / manifest.lora.rank))
         yield name, weight.to(source.dtype)
 
 
@@ -218,9 +228,8 @@ def _read(reader: CheckpointReader, manifest: CheckpointManifest, *names: str) -
     return list(found.values())
 
 
-def _copy_files(files_from: Path, partial: Path, manifest: CheckpointManifest, sources: dict[str, _Source]) -> None:
-    """Copy config and tokenizer; the config then says what is exported."""
-    copy_model_files(files_from, partial)
+def _adapt_config(files_from: Path, partial: Path, manifest: CheckpointManifest, sources: dict[str, _Source]) -> None:
+    """Let the config say what is exported."""
     found = ModelFiles.read(files_from).config()
     if found is None:
         raise ConfigError(f"{files_from / CONFIG} holds no JSON object")
@@ -240,8 +249,9 @@ def _float_dtype(name: str) -> torch.dtype:
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    assert isinstance(found, torch.dtype)
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise WeightsError(f"the checkpoint's weights have dtype {name}, which this torch {torch.__version__} lacks")
     return found
 
 

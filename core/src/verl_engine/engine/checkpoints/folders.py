@@ -8,6 +8,7 @@ hidden remains, nothing else.
 from __future__ import annotations
 
 import fcntl
+import operator
 import os
 import re
 import shutil
@@ -15,13 +16,30 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from verl_engine.contract.errors import WeightsError
+from verl_engine.contract.errors import ConfigError, WeightsError
 
 MANIFEST: Final = "checkpoint.json"
 METADATA: Final = ".metadata"
 """Written by torch's distributed checkpoints: which part of which tensor is where."""
 _WHOLE: Final = re.compile(r"step-(\d{8,})")
 _REMAINS: Final = re.compile(r"\.step-\d{8,}\.(partial|deleted)")
+
+
+def as_count(field: str, value: object, least: int = 0) -> int:
+    """Return an integer of any kind, such as numpy's, as Python's.
+
+    Raises:
+        ConfigError: it is something else, or lower than `least`.
+    """
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise ConfigError(f"{field}={value!r} must be an integer, and is {type(value).__name__}")
+    if number < least:
+        raise ConfigError(f"{field}={number} must be {least} or more")
+    return number
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -34,12 +52,18 @@ def partial_folder(root: Path, step: int) -> Path:
     return root / f".step-{step:08d}.partial"
 
 
+def named_step(folder: Path) -> int | None:
+    """Return the step that a folder is named after, if it is named so."""
+    match = _WHOLE.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
 def whole_steps(root: Path) -> list[int]:
     """List the steps of which there is a whole checkpoint, lowest first."""
     if not root.is_dir():
         return []
-    found = ((_WHOLE.fullmatch(path.name), path) for path in root.iterdir())
-    return sorted(int(match[1]) for match, path in found if match and is_whole(path))
+    found = ((named_step(path), path) for path in root.iterdir())
+    return sorted(step for step, path in found if step is not None and is_whole(path))
 
 
 def is_whole(folder: Path) -> bool:
@@ -159,6 +183,11 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def names_in(folder: Path) -> set[str]:
+    """Return the names of all files in a folder and those below, relative to it."""
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
 def folder_bytes(folder: Path) -> int:

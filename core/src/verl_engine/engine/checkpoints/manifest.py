@@ -2,69 +2,80 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import logging
 import time
-from types import NoneType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    StringConstraints,
+    ValidationError,
+)
 
 from verl_engine import __version__
 from verl_engine.contract.errors import ConfigError, WeightsError
 from verl_engine.contract.names import BACKENDS_GROUP
-from verl_engine.engine.checkpoints.folders import MANIFEST, require_whole, write_file
+from verl_engine.contract.strict_model import StrictModel
+from verl_engine.engine.checkpoints.digests import FileName, SavedFile, digest_text, require_intact, short_file
+from verl_engine.engine.checkpoints.folders import MANIFEST, named_step, names_in, require_whole, write_file
 from verl_engine.engine.weights.model_files import side_files
 from verl_engine.host.catalog import list_plugins
 
 if TYPE_CHECKING:
+    from collections.abc import Container
     from pathlib import Path
 
     from verl_engine.contract.engine_config import EngineConfig
 
-FORMAT_VERSION: Final = 1
+_log: Final = logging.getLogger(__name__)
+FORMAT_VERSION: Final = 2
+_READ_VERSIONS: Final = (1, 2)
+"""The first had no checksums."""
+_OWN: Final = "sha256"
+"""Key of the manifest's own digest, over all other fields."""
 MODEL_FOLDER: Final = "model"
 """Holds config and tokenizer files of the model folder that the engine was made from."""
 
 
-_KINDS: Final[dict[str, type | tuple[type, ...]]] = {
-    "step": int,
-    "backend": str,
-    "distribution": str,
-    "world_size": int,
-    "user_state": dict,
-    "lora": (dict, NoneType),
-    "head": str,
-    "saved_at": (int, float),
-}
-"""Of those fields that others than this file use, what JSON may give."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SavedWeight:
+class SavedWeight(StrictModel):
     """One weight in a checkpoint."""
 
-    shape: tuple[int, ...]
-    dtype: str
+    shape: tuple[NonNegativeInt, ...]
+    dtype: Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]
     """Such as ``float32``."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CheckpointManifest:
+class SavedAdapters(StrictModel):
+    """How much the adapters in a checkpoint count."""
+
+    rank: PositiveInt
+    alpha: PositiveFloat
+
+
+class CheckpointManifest(StrictModel):
     """All that can be known of a checkpoint without loading it."""
 
-    step: int
-    backend: str
+    step: NonNegativeInt
+    backend: Annotated[str, StringConstraints(min_length=1)]
     distribution: str
     """Of the backend, with its version; empty where it is not known."""
-    world_size: int
+    world_size: PositiveInt
     contents: tuple[str, ...]
     """Which of ``model``, ``buffers``, ``optimizer``, ``schedule``, ``loss_scaler`` and ``rng`` are there."""
     weights: dict[str, SavedWeight]
     user_state: dict[str, Any]
-    lora: dict[str, float] | None = None
-    """``rank`` and ``alpha`` of the adapters, if there are any."""
-    head: str = "language_model"
-    saved_at: float = 0.0
+    lora: SavedAdapters | None = None
+    """Of the adapters, if there are any."""
+    head: Literal["language_model", "value"] = "language_model"
+    saved_at: NonNegativeFloat = 0.0
     """Seconds since 1970."""
+    files: dict[FileName, SavedFile] = Field(default_factory=dict)
+    """All others of the checkpoint. Empty in format version 1, which had no checksums."""
     core_version: str = __version__
     format_version: int = FORMAT_VERSION
 
@@ -77,6 +88,7 @@ class CheckpointManifest:
         contents: tuple[str, ...],
         weights: dict[str, SavedWeight],
         user_state: dict[str, Any],
+        files: dict[str, SavedFile],
     ) -> CheckpointManifest:
         """Describe what was just written."""
         lora = config.lora
@@ -88,45 +100,84 @@ class CheckpointManifest:
             contents=contents,
             weights=weights,
             user_state=user_state,
-            lora=None if lora is None else {"rank": lora.rank, "alpha": lora.alpha},
+            lora=None if lora is None else SavedAdapters(rank=lora.rank, alpha=lora.alpha),
             head=config.head,
             saved_at=time.time(),
+            files=files,
         )
 
     def write(self, folder: Path) -> None:
-        """Write it into a checkpoint's folder."""
-        write_file(folder / MANIFEST, (json.dumps(dataclasses.asdict(self), indent=1) + "\n").encode())
+        """Write it into a checkpoint's folder, with a digest of itself."""
+        fields = self.model_dump(mode="json")
+        write_file(folder / MANIFEST, (json.dumps({**fields, _OWN: _digest(fields)}, indent=1) + "\n").encode())
 
     @classmethod
     def read(cls, folder: Path) -> CheckpointManifest:
         """Read that of a whole checkpoint.
 
         Raises:
-            WeightsError: there is none, it cannot be read, or another version of the format wrote it.
+            WeightsError: there is none, it cannot be read, is not what was written, or another version of the format
+                wrote it, or the folder is named after another step.
         """
         path = require_whole(folder) / MANIFEST
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
             version = fields["format_version"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise WeightsError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-        if version != FORMAT_VERSION:
+        if version not in _READ_VERSIONS:
+            readable = " and ".join(map(str, _READ_VERSIONS))
             raise WeightsError(
                 f"{path}: format_version={version}, written by verl-engine-core {fields.get('core_version', '?')}; "
-                f"this is {__version__}, which reads version {FORMAT_VERSION}: use the core that wrote it"
+                f"this is {__version__}, which reads versions {readable}: use the core that wrote it"
             )
+        own = fields.pop(_OWN, None)
         try:
-            weights = {
-                name: SavedWeight(tuple(weight["shape"]), weight["dtype"])
-                for name, weight in fields.pop("weights").items()
-            }
-            found = cls(**{**fields, "weights": weights, "contents": tuple(fields["contents"])})
-        except (KeyError, TypeError, AttributeError) as error:
-            raise WeightsError(f"{path} lacks a field, or has one too many: {error}") from error
-        for field, kind in _KINDS.items():
-            if not isinstance(getattr(found, field), kind):
-                raise WeightsError(f"{path}: {field}={getattr(found, field)!r} cannot be; the file was damaged")
+            found = cls.model_validate_json(json.dumps(fields), strict=True)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            field = ".".join(map(str, problem["loc"]))
+            raise WeightsError(
+                f"{path}: {field}={problem['input']!r:.200} cannot be: {problem['msg']}; the file was damaged, load "
+                "another step"
+            ) from error
+        if version > 1 and own != _digest(fields):
+            raise WeightsError(f"{path} holds something else than was saved (its SHA-256 differs); load another step")
+        if named_step(folder) not in (None, found.step):
+            raise WeightsError(f"{folder} holds the checkpoint of step {found.step}, not that of its name")
         return found
+
+    def require_intact(
+        self, folder: Path, *, part: int = 0, num_parts: int = 1, num_threads: int = 1, is_quick: bool = False
+    ) -> None:
+        """Make sure that the checkpoint's files are those that were saved.
+
+        Args:
+            folder: of the checkpoint.
+            part: which of `num_parts` of the files to look at, so that ranks can divide the work.
+            num_parts: how many there are.
+            num_threads: how many files are read at once.
+            is_quick: look for missing and short files only.
+        Raises:
+            WeightsError: one is missing, or something else than was saved; names the first.
+        """
+        if self.format_version == 1 and part == 0:
+            _log.warning("%s was written before checkpoints had checksums: what it holds cannot be checked", folder)
+        largest_first = sorted(self.files, key=lambda name: -self.files[name].num_bytes)
+        files = {name: self.files[name] for name in largest_first[part::num_parts]}
+        require_intact(folder, files, num_threads=num_threads, is_quick=is_quick)
+
+    def model_files(self, folder: Path) -> list[str]:
+        """Return the names of the config and tokenizer files that were saved.
+
+        Raises:
+            WeightsError: one leads out of the checkpoint's folder.
+        """
+        names = [name for name in self.files or names_in(folder) if name.startswith(f"{MODEL_FOLDER}/")]
+        damage = short_file(folder, dict.fromkeys(names, 0))
+        if damage:
+            raise WeightsError(f"{folder} is damaged: {damage}; load another step")
+        return [name.removeprefix(f"{MODEL_FOLDER}/") for name in names]
 
 
 def check_user_state(user_state: dict[str, Any]) -> str:
@@ -152,16 +203,24 @@ def check_user_state(user_state: dict[str, Any]) -> str:
     return text
 
 
-def copy_model_files(model_folder: Path, target: Path) -> None:
-    """Copy config and tokenizer files, and code, of a model folder into another: all but weights."""
+def copy_model_files(model_folder: Path, target: Path, names: Container[str] | None = None) -> None:
+    """Copy config and tokenizer files, and code, of a model folder into another: all but weights; or those of `names`.
+
+    Links are followed: in a hub's cache all files are links.
+    """
     target.mkdir(exist_ok=True)
     for path in side_files(model_folder):
-        copy = target / path.relative_to(model_folder)
-        copy.parent.mkdir(exist_ok=True)
-        write_file(copy, path.read_bytes())
+        name = path.relative_to(model_folder)
+        if names is None or name.as_posix() in names:
+            (target / name).parent.mkdir(exist_ok=True)
+            write_file(target / name, path.read_bytes())
 
 
 def _distribution(backend: str) -> str:
     """Name the distribution that offers a backend, with its version."""
     found = (entry for entry in list_plugins(BACKENDS_GROUP) if entry.name == backend)
     return next((f"{entry.distribution} {entry.version}" for entry in found), "")
+
+
+def _digest(fields: dict[str, Any]) -> str:
+    return digest_text(json.dumps(fields, sort_keys=True))

@@ -11,10 +11,11 @@ import logging
 import shutil
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from verl_engine.contract.errors import ConfigError, EngineError, StuckError, WeightsError
+from verl_engine.contract.errors import EngineError, StuckError, WeightsError
 from verl_engine.engine.checkpoints import folders
+from verl_engine.engine.checkpoints.digests import describe_files
 from verl_engine.engine.checkpoints.manifest import MODEL_FOLDER, CheckpointManifest, check_user_state, copy_model_files
 from verl_engine.engine.checkpoints.ranks import CheckpointRanks
 from verl_engine.engine.checkpoints.reader import CheckpointReader
@@ -22,12 +23,14 @@ from verl_engine.engine.checkpoints.rng_state import restore_rng, rng_state, see
 from verl_engine.engine.checkpoints.writer import CheckpointWriter, StagingMemory, plan_checkpoint, saved_weights
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from verl_engine.contract.engine_config import EngineConfig
     from verl_engine.engine.base import Engine
     from verl_engine.engine.checkpoints.writer import CheckpointPlanner
 
+Result = TypeVar("Result")
 _log: Final = logging.getLogger(__name__)
 
 
@@ -100,32 +103,32 @@ class CheckpointStore:
         Raises:
             WeightsError: the one before could not be written (the cause is chained), or there is one of this step, or
                 with `wait` this one could not be written. Checkpoints before it are as they were.
-            ConfigError: the user state would not come back from JSON as it is, or `step` or `keep_last` is too low.
+            ConfigError: the user state would not come back from JSON as it is, or `step` or `keep_last` is too low or
+                no integer.
             StuckError: a rank did not come in time; names it.
         Collectives: in a group of their own; those of the engine's ``state_dict``.
         """
         self.wait()
-        if self.keep_last is not None and self.keep_last < 1:
-            raise ConfigError(f"keep_last={self.keep_last} would keep no checkpoint; use 1 or more, or None for all")
-        if step < 0:
-            raise ConfigError(f"step={step} must be 0 or more")
+        step = folders.as_count("step", step)
+        keep_last = None if self.keep_last is None else folders.as_count("keep_last", self.keep_last, least=1)
         state_json = check_user_state({} if user_state is None else user_state)
         self._begin(step, state_json)
         try:
             state = {**engine.state_dict(), "rng": {f"rank-{self._ranks.rank}": (rng_state(engine.device),)}}
             planner = plan_checkpoint(state, self._ranks)
+            if not wait:
+                planner.stage(self._memory)
+                engine.device.synchronize()  # copies from an accelerator are complete
         except BaseException:
             if self._ranks.is_first:
                 folders.clear_remains(self.root)
             self._release()
             raise
-        job = _Job(step, engine.config, planner, tuple(state), json.loads(state_json), self.keep_last)
+        job = _Job(step, engine.config, planner, tuple(state), json.loads(state_json), keep_last)
         if wait:
             self._write(job)
             self.wait()
             return
-        planner.stage(self._memory)
-        engine.device.synchronize()  # copies from an accelerator are complete
         self._step = step
         self._writing = threading.Thread(target=self._write, args=(job,), name=f"checkpoint of step {step}")
         self._writing.start()
@@ -170,11 +173,12 @@ class CheckpointStore:
         Raises:
             WeightsError: there is none, it is damaged or of another version or model (nothing was loaded), or reading
                 failed on the way (the engine is not fit for use then).
+            ConfigError: `step` is no integer of 0 or more.
             StuckError: a rank did not come in time.
         Collectives: in a group of their own; those of the engine's ``state_dict`` and ``load_state_dict``.
         """
         self.wait()
-        step = self._choose(step)
+        step = self._choose(None if step is None else folders.as_count("step", step))
         doing = f"loading the checkpoint of step {step}"
         state = engine.state_dict()
         manifest, reader = self._opened(engine, state, step, doing)
@@ -203,7 +207,9 @@ class CheckpointStore:
 
         Raises:
             WeightsError: there is none of this step.
+            ConfigError: `step` is no integer of 0 or more.
         """
+        step = folders.as_count("step", step)
         self.wait()
         failure: Exception | None = None
         if self._ranks.is_first:
@@ -237,7 +243,7 @@ class CheckpointStore:
             try:
                 self._claim = folders.claim(self.root)
                 folders.make_partial(self.root, step)
-            except (OSError, WeightsError) as error:
+            except Exception as error:  # noqa: BLE001 - the others must hear of it, whatever it is
                 failure = error
         try:
             self._ranks.agree(failure, doing)
@@ -279,9 +285,15 @@ class CheckpointStore:
         metadata = writer.finish()
         if self._model_folder is not None:
             copy_model_files(self._model_folder, partial / MODEL_FOLDER)
-        weights = saved_weights(metadata)
+        others = sorted(folders.names_in(partial) - writer.files.keys())
         manifest = CheckpointManifest.describe(
-            job.config, job.step, self._ranks.size, job.contents, weights, job.user_state
+            job.config,
+            job.step,
+            self._ranks.size,
+            job.contents,
+            saved_weights(metadata),
+            job.user_state,
+            writer.files | describe_files(partial, others),
         )
         manifest.write(partial)
         folders.publish(self.root, job.step)
@@ -314,18 +326,31 @@ class CheckpointStore:
     ) -> tuple[CheckpointManifest, CheckpointReader]:
         """Open a checkpoint and make sure, on every rank, that all of them can read it."""
         folder = folders.step_folder(self.root, step)
-        failure: Exception | None = None
-        opened: tuple[CheckpointManifest, CheckpointReader] | None = None
-        try:
-            manifest, reader = CheckpointManifest.read(folder), CheckpointReader(folder)
+
+        def checked() -> CheckpointManifest:
+            manifest = CheckpointManifest.read(folder)
+            manifest.require_intact(folder, part=self._ranks.rank, num_parts=self._ranks.size)
+            return manifest
+
+        def fitting() -> CheckpointReader:
+            reader = CheckpointReader(folder)
             reader.fit(state)
             _check_adapters(manifest, engine.config)
-            opened = manifest, reader
+            return reader
+
+        manifest = self._on_all(checked, doing)
+        return manifest, self._on_all(fitting, doing)
+
+    def _on_all(self, do: Callable[[], Result], doing: str) -> Result:
+        """Do something on every rank; a failure on one is raised on all."""
+        failure: Exception | None = None
+        results: list[Result] = []
+        try:
+            results.append(do())
         except Exception as error:  # noqa: BLE001 - a damaged one raises all kinds, and every rank must hear of it
             failure = error
         self._ranks.agree(failure, doing)
-        assert opened is not None
-        return opened
+        return results[0]
 
 
 def _check_adapters(manifest: CheckpointManifest, config: EngineConfig) -> None:
@@ -335,8 +360,8 @@ def _check_adapters(manifest: CheckpointManifest, config: EngineConfig) -> None:
         WeightsError: it is another.
     """
     was, now = manifest.lora, config.lora
-    if was is not None and now is not None and was["alpha"] / was["rank"] != now.alpha / now.rank:
+    if was is not None and now is not None and was.alpha / was.rank != now.alpha / now.rank:
         raise WeightsError(
             f"engine.lora.alpha={now.alpha} with rank {now.rank}, but the checkpoint's adapters were trained with "
-            f"alpha {was['alpha']} and rank {was['rank']}: they would count differently; use those"
+            f"alpha {was.alpha} and rank {was.rank}: they would count differently; use those"
         )

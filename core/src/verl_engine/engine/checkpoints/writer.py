@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
 from verl_engine.contract.errors import WeightsError
+from verl_engine.engine.checkpoints.digests import SavedFile, describe_files, short_file
 from verl_engine.engine.checkpoints.manifest import SavedWeight
 from verl_engine.engine.weights.tensor_parts import TensorParts
 
@@ -109,6 +110,8 @@ class CheckpointWriter:
         self._writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, overwrite=False)
         self._metadata: Metadata | None = None
         self._results: list[list[WriteResult]] = []
+        self.files: dict[str, SavedFile] = {}
+        """What was written, by all ranks; on the first rank, after `write`."""
 
     def write(self) -> None:
         """Divide the work, and write this rank's files.
@@ -120,12 +123,16 @@ class CheckpointWriter:
         plan = self._divide()
         failure: Exception | None = None
         results: list[WriteResult] = []
+        files: dict[str, SavedFile] = {}
         try:
             results = self._writer.write_data(self._planner.finish_plan(plan), self._planner).wait()
+            files = describe_files(self._folder, sorted({result.storage_data.relative_path for result in results}))
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             failure = error
         self._ranks.agree(failure, f"{self._doing}, writing the ranks' parts")
-        self._results = self._ranks.gather(results, f"{self._doing}, collecting what was written")
+        told = self._ranks.gather((results, files), f"{self._doing}, collecting what was written")
+        self._results = [results for results, _ in told]
+        self.files = {name: file for _, files in told for name, file in files.items()}
 
     def finish(self) -> Metadata:
         """Write what says where everything is; on the first rank only, after `write`. No collectives.
@@ -164,19 +171,15 @@ def missing_part(folder: Path, parts: Iterable[Any]) -> str:
     sizes: dict[str, int] = {}
     for part in parts:
         sizes[part.relative_path] = max(sizes.get(part.relative_path, 0), part.offset + part.length)
-    for name, size in sorted(sizes.items()):
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size < size:
-            return f"{name} has {path.stat().st_size} bytes of {size}"
-    return ""
+    return short_file(folder, sizes)
 
 
 def saved_weights(metadata: Metadata) -> dict[str, SavedWeight]:
     """List the weights in a checkpoint."""
     return {
-        key.removeprefix(WEIGHTS): SavedWeight(tuple(entry.size), str(entry.properties.dtype).removeprefix("torch."))
+        key.removeprefix(WEIGHTS): SavedWeight(
+            shape=tuple(entry.size), dtype=str(entry.properties.dtype).removeprefix("torch.")
+        )
         for key, entry in metadata.state_dict_metadata.items()
         if key.startswith(WEIGHTS) and isinstance(entry, TensorStorageMetadata)
     }

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from verl_engine.engine.offload import GradientSlot
+from verl_fsdp.fsdp2.abandoned_pass import groups_of, reset_pass
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -84,12 +85,7 @@ def held_gradient_slots(model: FSDPModule) -> Iterator[GradientSlot]:
 
 def recover_from_abandoned_pass(model: FSDPModule) -> None:
     """Bring fully_shard's bookkeeping back to where a forward may begin, after an exception in the middle of a pass."""
-    # Newer releases of torch have a call for it; in older ones the next forward of the root does the same.
-    reset = getattr(model, "reset_iter_state", None)
-    # Before the first forward there is nothing to reset, and the call would fail.
-    has_run = model._get_fsdp_state()._is_root is not None  # noqa: SLF001 - no public way to ask
-    if reset is not None and has_run:
-        reset()
+    reset_pass(model)
     for module in fsdp_modules(model):
         module.reshard()
 
@@ -109,9 +105,4 @@ def _fsdp_params(model: FSDPModule) -> Iterator[Any]:
 def _param_groups(model: FSDPModule) -> Iterator[Any]:
     """Yield fully_shard's private record of each set of parameters that is gathered together."""
     for module in fsdp_modules(model):
-        state = module._get_fsdp_state()  # noqa: SLF001 - what holds back gradients has no public access
-        # torch 2.13 keeps a list of groups, earlier releases one.
-        groups = getattr(state, "_fsdp_param_groups", None)
-        for group in [state._fsdp_param_group] if groups is None else groups:  # noqa: SLF001
-            if group is not None:
-                yield group
+        yield from groups_of(module._get_fsdp_state())  # noqa: SLF001 - what holds back gradients has no public access

@@ -42,7 +42,6 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
     "PYTHONHASHSEED": "0",
-    "RAY_AUTH_MODE": "disabled",  # a cluster of this machine only; Ray would write a token into the home folder
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }

@@ -47,9 +47,9 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Start a Ray cluster for jobs that end by themselves: starting one takes longer than most of them."""
-    with Cluster.start() as cluster:
+    with Cluster.start(tmp_path_factory.mktemp("cluster")) as cluster:
         yield cluster
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -31,7 +33,6 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
     "PYTHONPATH": str(ROOT),  # for the reward functions in tests/
-    "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
@@ -53,20 +54,30 @@ class Cluster:
     address: str
     mark: str
     """Value of the environment variable that its processes have, those of jobs too."""
+    token: Path
+    """File that lets a job in."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What its processes and its jobs have in common."""
+        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token)}
 
     @classmethod
     @contextmanager
-    def start(cls) -> Iterator[Cluster]:
-        """Start one; leaving ends it, and whatever it has started."""
+    def start(cls, folder: Path) -> Iterator[Cluster]:
+        """Start one, on the loopback interface only; leaving ends it, and whatever it has started."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        cluster = cls(f"127.0.0.1:{port}", uuid.uuid4().hex)
+        cluster = cls(f"127.0.0.1:{port}", uuid.uuid4().hex, folder / "token")
+        cluster.token.write_text(secrets.token_hex(32), encoding="ascii")
         command = (
             COMMAND.with_name("ray"), "start", "--head", "--block", f"--port={port}", "--node-ip-address=127.0.0.1",
             "--include-dashboard=false", "--num-cpus=4", "--object-store-memory=100000000", "--disable-usage-stats",
         )  # fmt: skip
-        environment = {**os.environ, **ENVIRONMENT, MARK: cluster.mark}
+        # Else Ray replaces 127.0.0.1 by the address of a network card; see `verl_async.ray.local_cluster`.
+        loopback = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+        environment = {**os.environ, **ENVIRONMENT, **cluster.environment, **loopback, MARK: cluster.mark}
         head = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             assert eventually(lambda: _answers(port), 60.0), "the cluster does not start"
@@ -117,7 +128,7 @@ class Job:
         self._process = subprocess.Popen(
             [COMMAND, self.command, self.recipe, *settings, "--output", self.output],
             cwd=self.recipe.parent,
-            env={**os.environ, **ENVIRONMENT, MARK: self.mark},
+            env={**os.environ, **ENVIRONMENT, **(self.cluster.environment if self.cluster else {}), MARK: self.mark},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -138,6 +149,12 @@ class Job:
             actors = (number for number in marked_processes(self.cluster.mark) if "Actor" in _title(number))
             found += [number for number in actors if _title(number).startswith("ray::")]
         return [number for number in found if _title(number).startswith(title)]
+
+    def listening(self, title: str = "") -> set[tuple[str, int]]:
+        """Host and port of each TCP server of this job's processes, or of those whose command line holds `title`."""
+        own = {f"socket:[{inode}]": place for inode, place in _servers().items()}
+        processes = (number for number in self.processes() if title in _title(number))
+        return {own[link] for number in processes for link in _open_files(number) if link in own}
 
     def wait_for_steps(self, count: int, timeout_s: float = 150.0) -> None:
         """Wait until so many training steps are recorded."""
@@ -218,6 +235,27 @@ def _is_marked(number: int, mark: str) -> bool:
 def _answers(port: int) -> bool:
     with socket.socket() as knock:
         return knock.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _servers() -> dict[str, tuple[str, int]]:
+    """Host and port of each listening TCP socket of the machine, by inode."""
+    found = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text(encoding="ascii").splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A":  # LISTEN
+                host, port = words[1].split(":")
+                words_of_host = [bytes.fromhex(host[start : start + 8])[::-1] for start in range(0, len(host), 8)]
+                address = ipaddress.ip_address(b"".join(words_of_host))
+                found[words[9]] = (str(getattr(address, "ipv4_mapped", None) or address), int(port, 16))
+    return found
+
+
+def _open_files(number: int) -> list[str]:
+    try:
+        return [str(link.readlink()) for link in Path(f"/proc/{number}/fd").iterdir()]
+    except OSError:  # it ends
+        return []
 
 
 def _title(number: int) -> str:

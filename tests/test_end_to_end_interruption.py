@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import stat
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,10 +21,12 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
+@pytest.mark.fault(19)
 def test_ctrl_c_saves_the_model_as_it_is(task: Task, tmp_path: Path) -> None:
     settings = ("trainer.num_steps=100000", "trainer.num_ranks=2", "async_training.staleness_threshold=1")
     with Job("train", task.train, tmp_path / "out", settings) as job:
         job.wait_for_steps(2)
+        check_nobody_else_gets_in(job)
         job.press_ctrl_c()
         ended = job.wait(60)
     check_interrupted(ended)
@@ -47,8 +53,37 @@ def test_ctrl_c_while_ray_starts(task: Task, tmp_path: Path) -> None:
     assert not (ended.output / "model").exists()
 
 
+# What any process of the machine could try: to ask Ray's server, without a token and with a wrong one.
+ASK = """
+import sys
+from ray._raylet import GcsClient
+
+GcsClient(address=sys.argv[1]).internal_kv_keys(b"", b"session")
+"""
+
+
+def check_nobody_else_gets_in(job: Job) -> None:
+    servers = job.listening()
+    assert servers
+    assert {host for host, _ in servers} == {"127.0.0.1"}
+    token = job.output / ".ray_token"
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    [(host, port)] = job.listening("gcs_server")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    for keys, is_let_in in (
+        ({"RAY_AUTH_MODE": "disabled"}, False),
+        ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}, False),
+        ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}, True),
+    ):
+        words = [sys.executable, "-c", ASK, f"{host}:{port}"]
+        done = subprocess.run(words, env=clean | keys, capture_output=True, text=True, check=False, timeout=60)
+        assert (done.returncode == 0) is is_let_in, (keys, done.stderr)
+        assert is_let_in or "AuthenticationError" in done.stderr
+
+
 def check_interrupted(ended: Ended) -> None:
     assert ended.code == 130, ended.stderr
     assert ended.summary["status"] == "interrupted"
     assert (ended.output / "report.html").exists()
+    assert not (ended.output / ".ray_token").exists()
     assert "Traceback" not in ended.stderr

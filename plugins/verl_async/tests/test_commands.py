@@ -313,7 +313,8 @@ driver.run_train_job = lambda job, output, listener, timeline: asyncio.run(train
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.fault(14)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_shuts_the_job_down(recipe: Path, tmp_path: Path, number: signal.Signals) -> None:
     words = [sys.executable, "-c", FAKE_DRIVER + LAUNCH, "train", str(recipe), "-o", str(tmp_path / "output")]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:

@@ -7,10 +7,12 @@ from pathlib import Path
 from urllib.parse import urlparse
 
 import pytest
+import ray.util
 import torch.distributed as dist
 
 from verl_async.ray.trainer import TrainerActor
 from verl_engine.contract.engine_config import EngineConfig
+from verl_engine.contract.errors import ConfigError
 
 
 def test_a_free_port_is_taken_at_once_and_the_group_is_made_there() -> None:
@@ -24,6 +26,23 @@ def test_a_free_port_is_taken_at_once_and_the_group_is_made_there() -> None:
     dist.destroy_process_group()
 
 
-def test_a_configured_port_is_left_alone() -> None:
+@pytest.mark.fault(19)
+@pytest.mark.parametrize("is_configured", [False, True])
+def test_only_this_machine_is_listened_to(monkeypatch: pytest.MonkeyPatch, is_configured: bool) -> None:
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1] if is_configured else None
     actor = TrainerActor(EngineConfig(backend="toy"), Path("model"), rank=0, num_ranks=1)
-    assert actor.address(12345).endswith(":12345")
+    found = urlparse(actor.address(port))
+    assert found.port is not None
+    assert not is_configured or found.port == port
+    with socket.create_server(("127.0.0.2", found.port)):
+        pass  # a server on all interfaces would have this one too
+
+
+def test_a_configured_port_that_is_taken_is_named() -> None:
+    actor = TrainerActor(EngineConfig(backend="toy"), Path("model"), rank=0, num_ranks=1)
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"trainer.master_port={port} cannot be used on .*in use"):
+            actor.address(port)

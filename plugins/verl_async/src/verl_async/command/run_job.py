@@ -118,9 +118,9 @@ def _run(kind: JobKind[JobT], job: JobT, output: Path, *, overwrite: bool) -> No
     from verl_async.preflight import input_paths
     from verl_async.report.output_folder import OutputFolder
     from verl_async.report.record import RunRecord
-    from verl_async.termination import sigterm_as_interrupt
+    from verl_async.termination import signals_as_interrupt
 
-    with sigterm_as_interrupt():
+    with signals_as_interrupt():
         runner = kind.import_runner()  # before the folder is made: what is not installed fails here
         folder = OutputFolder.create(output, overwrite=overwrite, inputs=input_paths(job))
         folder.write_config(resolved(job))

@@ -2,70 +2,107 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import os
 import socket
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import ray
 
+from verl_async.asynchrony.waiting import end
 from verl_async.ray.answers import ActorError
-from verl_async.termination import sigterm_as_interrupt
+from verl_async.ray.local_cluster import LocalCluster, token_in
+from verl_async.termination import signals_as_interrupt
 from verl_engine.contract.errors import ConfigError, StuckError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Awaitable, Callable, Iterator
+    from pathlib import Path
 
     from verl_async.config import RayConfig
 
 T = TypeVar("T")
 
 _QUIET: Final[dict[str, Any]] = {"logging_level": logging.ERROR, "log_to_driver": False}
-"""Neither Ray's own remarks nor what the processes print goes between the lines of our progress."""
+"""Neither Ray's own messages nor what the processes print goes between the lines of our progress."""
 
 _KNOCK_S: Final = 10.0
+_LOOK_S: Final = 0.5
+"""How often to look whether Ray's own processes live."""
+
+
+class ClusterDiedError(ActorError):
+    """Ray itself does not go on; its actors still answer for a while."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The running cluster."""
+
+    local: LocalCluster | None
+    """None where it is not ours to watch."""
+
+    async def alive_during(self, work: Awaitable[T]) -> T:
+        """Await something for as long as Ray lives.
+
+        Raises:
+            ClusterDiedError: a process of Ray ended; the work is cancelled.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=_LOOK_S)
+                # Ray itself says so after a minute, and then ends this process.
+                if self.local is not None and not task.done() and (dead := self.local.dead_process()):
+                    raise ClusterDiedError(
+                        f"Ray's own process {dead} ended, without which the job cannot go on. If the machine ran out "
+                        "of memory, lower trainer.max_tokens_per_micro_batch or rollout.max_batch_prompts"
+                    )
+            return task.result()
+        finally:
+            await end(task)
 
 
 @contextmanager
-def ray_cluster(config: RayConfig, num_actors: int) -> Iterator[None]:
+def ray_cluster(config: RayConfig, num_actors: int, token: Path) -> Iterator[Cluster]:
     """Connect to the cluster, or start one on this machine; on leaving, all that was started is ended.
 
     Args:
         config: the ``ray`` section.
         num_actors: how many the job starts: a cluster of its own has a CPU slot for each, whatever the machine has.
+        token: a new file, for the token by which the processes of a cluster of its own know each other.
     Raises:
         ConfigError: the address does not answer, or Ray does not start here.
     """
-    with ThreadPoolExecutor(1, "ray") as thread:
+    with ExitStack() as stack:
+        thread = stack.enter_context(ThreadPoolExecutor(1, "ray"))
+        if config.address is None:
+            stack.enter_context(token_in(token))
         logs = ""
         try:
-            logs = _undisturbed(thread, lambda: _connect(config, num_actors))
-            with sigterm_as_interrupt():  # once more: Ray has put a handler of its own in place, which aborts
-                yield
+            cluster, logs = _undisturbed(thread, lambda: _connect(config, num_actors))
+            with signals_as_interrupt():  # once more: Ray has put a handler of its own in place, which aborts
+                yield cluster
         except (ActorError, StuckError) as error:
             raise type(error)(f"{error}. What its processes printed is in {logs}, in files named *.err") from error
         finally:
             _undisturbed(thread, ray.shutdown)
 
 
-def _connect(config: RayConfig, num_actors: int) -> str:
-    """Return the folder of the log files, which has the same path on every node."""
+def _connect(config: RayConfig, num_actors: int) -> tuple[Cluster, str]:
+    """Return the cluster, and the folder of the log files, which has the same path on every node."""
     address = config.address
     try:
         if address is None:
-            context = ray.init(
-                # Without it, Ray would take a cluster that it finds in RAY_ADDRESS, or one that runs on this machine.
-                address="local",
-                num_cpus=max(num_actors, os.cpu_count() or 1),
-                object_store_memory=config.object_store_bytes,
-                include_dashboard=False,
-                **_QUIET,
-            )
-        else:
-            _knock(address)
-            context = ray.init(address=address, **_QUIET)
+            local = LocalCluster(config, num_actors, _QUIET)
+            return Cluster(local), _log_folder(local.context)
+        _knock(address)
+        return Cluster(None), _log_folder(ray.init(address=address, **_QUIET))
+    except ConfigError:
+        raise
     except Exception as error:
         # Ray raises whatever comes up, a bare Exception too.
         reason = f"({type(error).__name__}: {error})"
@@ -75,6 +112,9 @@ def _connect(config: RayConfig, num_actors: int) -> str:
             f"ray.address={address}: no Ray cluster answers there {reason}; start one with `ray start --head`, or "
             "leave the address out: then one is started for the job"
         ) from error
+
+
+def _log_folder(context: Any) -> str:
     about = getattr(context, "address_info", {})  # a connection through ray:// has none
     return f"{about.get('session_dir', '<its session folder>')}/logs"
 

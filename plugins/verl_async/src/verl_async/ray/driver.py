@@ -58,7 +58,7 @@ def run_train_job(job: TrainJob, output: OutputFolder, listener: JobListener, ti
             await _run_and_save(training, actors, texts, output.model, listener)
 
     listener.on_status("starting Ray")
-    with ray_cluster(job.ray, job.trainer.num_ranks + job.rollout.num_workers):
+    with ray_cluster(job.ray, job.trainer.num_ranks + job.rollout.num_workers, output.ray_token):
         asyncio.run(run())
 
 
@@ -77,7 +77,7 @@ def run_sft_job(job: SftJob, output: OutputFolder, listener: JobListener, timeli
             await _run_and_save(training, actors, texts, output.model, listener)
 
     listener.on_status("starting Ray")
-    with ray_cluster(job.ray, job.trainer.num_ranks + num_rollouts):
+    with ray_cluster(job.ray, job.trainer.num_ranks + num_rollouts, output.ray_token):
         asyncio.run(run())
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+import os
+import socket
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlparse
 
 import ray
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without saying so
@@ -13,7 +16,9 @@ from verl_async.asynchrony.shares import Shares
 from verl_async.asynchrony.trainer_host import TrainerHost
 from verl_async.asynchrony.waiting import within
 from verl_async.ray.answers import answer, answers
+from verl_async.ray.local_cluster import LOOPBACK
 from verl_async.ray.notes import notes_of_packages
+from verl_engine.contract.errors import ConfigError
 from verl_engine.engine.worker import EngineWorker
 
 if TYPE_CHECKING:
@@ -30,6 +35,9 @@ if TYPE_CHECKING:
     from verl_engine.engine.base import LossFn
     from verl_engine.engine.train_step import StepReport
     from verl_engine.engine.weights.bucket import WeightBucket
+
+
+_LOOPBACK_INTERFACE: Final = "lo"
 
 
 class TrainerActor:
@@ -50,14 +58,28 @@ class TrainerActor:
         """Return where the process group can meet on this node.
 
         Args:
-            port: as configured, or None for a free one. That is taken at once: imports lie before the group is made,
+            port: as configured, or None for a free one. It is taken at once: imports lie before the group is made,
                 and any process of the machine may be given a port that was free.
         """
         host = ray.util.get_node_ip_address()
-        if port is None:
-            # With multi_tenant the group of this process finds the server by its port, and uses it.
-            self._meeting = TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
-            port = self._meeting.port
+        # A server that torch opens itself listens on every interface of the machine.
+        try:
+            listener = socket.create_server((host, port or 0))
+        except OSError as error:
+            raise ConfigError(
+                f"trainer.master_port={port} cannot be used on {host} ({error.strerror}); leave it out to take a free "
+                "port, or choose another one"
+            ) from error
+        port = listener.getsockname()[1]
+        # With multi_tenant the group of this process finds the server by its port, and uses it.
+        self._rendezvous = TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listener.detach(),
+        )
         return f"tcp://{host}:{port}"
 
     def start(self, init_method: str, timeout_s: float) -> list[str]:
@@ -66,6 +88,9 @@ class TrainerActor:
         Returns:
             What the backend logged meanwhile, such as which gradient sync it chose and why.
         """
+        if (urlparse(init_method).hostname or "") == LOOPBACK:
+            # All ranks are on this machine, and nothing beyond it need reach them.
+            os.environ.update(GLOO_SOCKET_IFNAME=_LOOPBACK_INTERFACE, NCCL_SOCKET_IFNAME=_LOOPBACK_INTERFACE)
         self._worker = EngineWorker(self._config, self._model_folder, self._rank, self._num_ranks)
         self._host = TrainerHost(self._worker, self._rank)
         self._worker.prepare(init_method, timeout_s)

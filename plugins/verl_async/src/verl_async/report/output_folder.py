@@ -67,6 +67,11 @@ class OutputFolder:
         """The report, one HTML file that needs nothing else."""
         return self.path / "report.html"
 
+    @property
+    def ray_token(self) -> Path:
+        """While the job runs: the token of its own Ray cluster, readable by its user only."""
+        return self.path / ".ray_token"
+
     @classmethod
     def check(cls, path: Path, *, overwrite: bool = False, inputs: Iterable[Path] = ()) -> None:
         """Say whether `create` would accept `path`, without changing anything.
@@ -137,7 +142,7 @@ class OutputFolder:
     @property
     def entries(self) -> tuple[Path, ...]:
         """Everything that a job may leave in the folder."""
-        files = (self.config, self.metrics, self.timeline, self.summary, self.report)
+        files = (self.config, self.metrics, self.timeline, self.summary, self.report, self.ray_token)
         return (*files, self.tensorboard, self.model)
 
     def write_config(self, job: Mapping[str, Any]) -> None:

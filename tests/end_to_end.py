@@ -60,7 +60,12 @@ class Cluster:
     @property
     def environment(self) -> dict[str, str]:
         """What its processes and its jobs have in common."""
-        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token)}
+        return {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(self.token),
+            # Else Ray replaces 127.0.0.1 by the address of a network card; see `verl_async.ray.local_cluster`.
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        }
 
     @classmethod
     @contextmanager
@@ -75,9 +80,7 @@ class Cluster:
             COMMAND.with_name("ray"), "start", "--head", "--block", f"--port={port}", "--node-ip-address=127.0.0.1",
             "--include-dashboard=false", "--num-cpus=4", "--object-store-memory=100000000", "--disable-usage-stats",
         )  # fmt: skip
-        # Else Ray replaces 127.0.0.1 by the address of a network card; see `verl_async.ray.local_cluster`.
-        loopback = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-        environment = {**os.environ, **ENVIRONMENT, **cluster.environment, **loopback, MARK: cluster.mark}
+        environment = {**os.environ, **ENVIRONMENT, **cluster.environment, MARK: cluster.mark}
         head = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             assert eventually(lambda: _answers(port), 60.0), "the cluster does not start"
@@ -192,8 +195,8 @@ def run(command: str, recipe: Path, output: Path, *settings: str, cluster: Clust
     with Job(command, recipe, output, settings, cluster) as job:
         ended = job.wait()
     assert ended.code == 0, ended.stderr
-    # A remark about little shared memory tells of the machine, not of the job.
-    assert [line for line in ended.stderr.splitlines() if not line.startswith("note: ")] == []
+    # A warning of little shared memory tells of the machine, not of the job.
+    assert [line for line in ended.stderr.splitlines() if not line.startswith("warning: ")] == []
     return ended
 
 

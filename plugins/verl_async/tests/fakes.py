@@ -183,6 +183,16 @@ class FakeRollout:
         self.loaded = []
         return Acknowledgement(version, checksum)
 
+    async def save_pretrained(self, folder: Path) -> str:
+        write_weights(folder, self.name)
+        return f"version {self.version}, float32"
+
+
+def write_weights(folder: Path, name: str) -> None:
+    """Write a fake model folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "weights").write_text(name)
+
 
 @dataclass
 class FakeListener:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -99,3 +100,33 @@ def test_listeners_pass_everything_on_in_order(tmp_path: Path) -> None:
     assert [entry.metrics for entry in first.steps] == [entry.metrics for entry in second.steps] == [{"reward": 0.6}]
     assert [line["kind"] for line in _lines(folder)] == ["evaluation", "step"]
     assert second.num_steps == 3
+
+
+class Failing(RunRecord):
+    """Fails at every step."""
+
+    def on_step(self, *_: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+@pytest.mark.fault(13)
+def test_a_listener_that_fails_is_switched_off_with_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    failing, record = Failing(), RunRecord()
+    everyone = Listeners([failing, record])
+    for step in (1, 2):
+        everyone.on_step(step, 2, {"reward": 0.6})
+    assert len(record.steps) == 2
+    assert [listener for listener, _ in everyone.failures] == [failing]
+    assert capsys.readouterr().err == (
+        "warning: Failing failed and is switched off; the job goes on. BrokenPipeError: [Errno 32] Broken pipe\n"
+    )
+
+
+@pytest.mark.fault(16)
+def test_a_folder_that_is_deleted_is_noticed_though_its_files_are_open(tmp_path: Path) -> None:
+    folder = OutputFolder.create(tmp_path / "out")
+    with MetricsLog(folder) as log:
+        log.on_step(1, 2, {"loss": 1.0})
+        shutil.rmtree(folder.path)
+        with pytest.raises(OutputError, match=r"metrics\.jsonl was deleted while the job ran"):
+            log.on_step(2, 2, {"loss": 0.5})

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any, NoReturn
 
 import pytest
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from verl_async.ray.answers import ActorDiedError, ActorError, answers
 from verl_engine.contract.errors import EngineError, ModelError
@@ -56,3 +56,28 @@ def test_any_other_error_names_the_actor() -> None:
     error = failure_of(fails(raised(ZeroDivisionError("division by zero"))), asyncio.sleep(0))
     assert isinstance(error, ActorError)
     assert str(error) == "trainer rank 0 failed: ZeroDivisionError: division by zero"
+
+
+OUT_OF_MEMORY = (
+    "Task was killed due to the node running low on memory.\nMemory on the node (IP: 10.0.0.7, ID: ab) where the task "
+    "was running was 61.9GB / 62.0GB (0.99), which exceeds the memory usage threshold of 0.95. Top 10 memory users:\n"
+    "PID\tMEM(GB)\tCOMMAND\n410\t12.0\tpsql --password=secret\n" + "more about it. " * 200
+)
+
+
+@pytest.mark.fault(17)
+@pytest.mark.parametrize("error", [OutOfMemoryError(OUT_OF_MEMORY), RayActorError(error_msg=OUT_OF_MEMORY)])
+def test_a_death_by_lack_of_memory_is_told_in_few_words(error: RayError) -> None:
+    found = failure_of(fails(error), asyncio.sleep(0))
+    assert isinstance(found, ActorDiedError)
+    text = str(found)
+    assert text.startswith("trainer rank 0 died: Ray ended it, for the machine ran low on memory. If the machine")
+    assert "secret" not in text
+    assert len(text) < 300
+    assert found.__cause__ is error  # Ray's own words: for error.log
+
+
+@pytest.mark.fault(17)
+@pytest.mark.parametrize("error", [RayActorError(error_msg="long " * 999), RayError("long " * 999)])
+def test_no_page_of_rays_goes_into_a_message(error: RayError) -> None:
+    assert len(str(failure_of(fails(error), asyncio.sleep(0)))) < 500

@@ -32,6 +32,7 @@ def test_a_finished_run() -> None:
         "weight_versions": 4,
         "trainer_idle_ratio": 0.5,
         "rollouter_idle_ratio": 0.5,
+        "warnings": [],
     }
     assert isinstance(versions, dict)
     assert list(versions) == ["verl-engine-core", "verl-async", "torch", "transformers", "ray"]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from verl_engine import __version__
@@ -27,6 +29,7 @@ OWN_COMMANDS = {
 }
 """Module in this package for each subcommand of the core; it has ``run(arguments, program) -> exit code``."""
 USER_ERROR = 2
+BROKEN_PIPE = 141
 INTERRUPTED = 130
 
 
@@ -38,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     Raises:
         SystemExit: always. 0 is success, 2 an error that the user can mend, 130 an interruption with Ctrl-C.
     """
+    _open_closed_streams()
     words = sys.argv[1:] if arguments is None else list(arguments)
     # Options in front of the subcommand are ours, all that follows is the subcommand's.
     split = next((index for index, word in enumerate(words) if not word.startswith("-")), len(words))
@@ -46,11 +50,37 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = _dispatch(options, words[split:])
     except EngineError as error:
         wants_traceback = options.debug or os.environ.get("VERL_ENGINE_DEBUG", "") not in {"", "0"}
-        _print_error(error, wants_traceback)
+        with suppress(OSError, SystemExit):  # rich exits where nobody reads
+            _print_error(error, wants_traceback)
         code = USER_ERROR
     except KeyboardInterrupt:
         code = INTERRUPTED
+    except BrokenPipeError:  # as in `verl-engine plugins | head`
+        code = BROKEN_PIPE
+    _flush_streams()
     sys.exit(code)
+
+
+def _open_closed_streams() -> None:
+    """Give a process that was started with a stream closed one that goes nowhere: the next file opened would be it."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - until the process ends
+
+
+def _flush_streams() -> None:
+    """Write what is left; where nobody reads, Python would complain at its end, and change the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:

@@ -88,6 +88,9 @@ class RolloutClient(Protocol):
     async def commit_weights(self, version: int) -> Acknowledgement:
         """Put the loaded weights in force."""
 
+    async def save_pretrained(self, folder: Path) -> str:
+        """Write the weights in force as a Hugging Face folder, and return what they are: version and dtype."""
+
 
 @dataclass(slots=True)
 class RolloutWorker:

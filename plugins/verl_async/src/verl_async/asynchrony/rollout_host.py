@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING
 
 from verl_async.asynchrony.actors import Acknowledgement
 from verl_async.asynchrony.shared_slots import SharedSlots
+from verl_engine.contract.errors import UnsupportedError, WeightsError
 from verl_engine.engine.weights.bucket import combine_checksums, read_bucket
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import numpy as np
     import numpy.typing as npt
 
@@ -65,3 +68,17 @@ class RolloutHost:
         checksum = combine_checksums(self._checksums)
         self._checksums = []
         return Acknowledgement(self._engine.version, checksum)
+
+    def save_pretrained(self, folder: Path) -> str:
+        """Write the weights in force, the last copy where the trainer is gone; return their version and dtype.
+
+        Raises:
+            WeightsError: a sync was under way, so that they are of two versions.
+            UnsupportedError: the engine cannot write its weights.
+        """
+        if self._checksums:
+            raise WeightsError("a weight sync was under way: the weights are of two versions")
+        save = getattr(self._engine, "save_pretrained", None)
+        if save is None:
+            raise UnsupportedError(f"{type(self._engine).__name__} cannot write its weights")
+        return f"version {self._engine.version}, {save(folder)}"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import typer
 
 from verl_async.config import SftJob, TrainJob
+from verl_async.report.saying import warn
 from verl_engine.contract.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
@@ -18,11 +19,10 @@ if TYPE_CHECKING:
     from verl_async.asynchrony.listener import JobListener
     from verl_async.asynchrony.timeline import Timeline
     from verl_async.report.output_folder import OutputFolder
-    from verl_async.report.record import RunRecord
     from verl_async.report.summary import RunStatus
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C or SIGTERM."""
+"""Exit code after Ctrl-C, SIGTERM or SIGHUP."""
 
 JobT = TypeVar("JobT", TrainJob, SftJob)
 _JobT_contra = TypeVar("_JobT_contra", TrainJob, SftJob, contravariant=True)
@@ -64,7 +64,7 @@ def run_job(kind: JobKind[JobT], request: JobRequest) -> None:
 
     Raises:
         EngineError: the job cannot start, or failed.
-        typer.Exit: with code 130, after Ctrl-C or SIGTERM.
+        typer.Exit: with code 130, after Ctrl-C, SIGTERM or SIGHUP.
     """
     try:
         _run_job(kind, request)
@@ -77,7 +77,7 @@ def _run_job(kind: JobKind[JobT], request: JobRequest) -> None:
     if request.output is None and not request.dry_run:
         raise ConfigError("--output is missing; name a new folder for the results, such as --output outputs/first")
     for remark in kind.check(job, request.output, request.overwrite):
-        typer.secho(f"note: {remark}", err=True, fg="yellow")
+        warn(remark)
     if request.dry_run or request.output is None:
         _show(job)
     else:
@@ -114,9 +114,13 @@ def framework_notes(job: TrainJob | SftJob) -> str:
 
 def _run(kind: JobKind[JobT], job: JobT, output: Path, *, overwrite: bool) -> None:
     from verl_async.asynchrony.timeline import Timeline
+    from verl_async.command.results import EndedJob, leave_results
     from verl_async.job import resolved
     from verl_async.preflight import input_paths
+    from verl_async.report.listeners import Listeners
+    from verl_async.report.metrics_log import MetricsLog
     from verl_async.report.output_folder import OutputFolder
+    from verl_async.report.progress import open_progress
     from verl_async.report.record import RunRecord
     from verl_async.termination import signals_as_interrupt
 
@@ -125,76 +129,21 @@ def _run(kind: JobKind[JobT], job: JobT, output: Path, *, overwrite: bool) -> No
         folder = OutputFolder.create(output, overwrite=overwrite, inputs=input_paths(job))
         folder.write_config(resolved(job))
         record, timeline = RunRecord(), Timeline()
+        listeners = Listeners([record])
         status: RunStatus = "failed"
         failure: BaseException | None = None
         try:
-            _listen_and_run(runner, job, folder, record, timeline, title=f"verl-engine {kind.name}")
+            with listeners.also(MetricsLog(folder)), listeners.also(open_progress(f"verl-engine {kind.name}")):
+                runner(job, folder, listeners, timeline)
             status = "finished" if len(record.steps) >= job.trainer.num_steps else "stopped early"
         except KeyboardInterrupt as error:
             status, failure = "interrupted", error
-        except BaseException as error:
+        except SystemExit as error:  # whoever exits in this process must not end the command as if all were well
+            failure = EngineError(f"something that the job called ended it by sys.exit({error.code!r})")
+            failure.__cause__ = error
+        except BaseException as error:  # noqa: BLE001 - raised below
             failure = error
-            raise
-        finally:
-            _leave_results(job, folder, record, timeline, status, failure)
-    if failure is not None:
-        raise failure
-
-
-def _listen_and_run(
-    runner: Runner[JobT], job: JobT, folder: OutputFolder, record: RunRecord, timeline: Timeline, *, title: str
-) -> None:
-    from verl_async.report.listeners import Listeners
-    from verl_async.report.metrics_log import MetricsLog
-    from verl_async.report.progress import open_progress
-
-    with MetricsLog(folder) as log, open_progress(title) as progress:
-        runner(job, folder, Listeners([record, log, progress]), timeline)
-
-
-def _leave_results(
-    job: TrainJob | SftJob,
-    folder: OutputFolder,
-    record: RunRecord,
-    timeline: Timeline,
-    status: RunStatus,
-    failure: BaseException | None,
-) -> None:
-    """Write timeline, summary and report; what goes wrong here never hides why the job failed."""
-    from verl_async.report.report import write_report
-    from verl_async.report.summary import build_summary
-
-    try:
-        summary = build_summary(job, record, timeline.spans, status=status, seconds=record.elapsed_s)
-        if failure is not None and status == "failed":
-            summary["error"] = _describe(failure)
-        folder.write_summary(summary)
-        folder.write_timeline(timeline.spans)
-        write_report(folder, job, record, timeline.spans, summary)
-    except Exception as error:
-        if failure is None:
-            raise
-        typer.secho(f"note: not all results could be written: {_describe(error)}", err=True, fg="yellow")
-    else:
-        _say_where(folder, summary)
-
-
-def _describe(error: BaseException) -> str:
-    return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-
-
-def _say_where(folder: OutputFolder, summary: dict[str, object]) -> None:
-    """End with what came out and where it lies."""
-    first, last = summary["exact_match_first"], summary["exact_match_last"]
-    gain = f", exact match {first:.3f} -> {last:.3f}" if isinstance(first, float) and isinstance(last, float) else ""
-    typer.echo(f"{summary['status']} after {summary['num_steps']} steps and {summary['seconds']:.0f} s{gain}")
-    if summary["num_steps_skipped"]:
-        typer.secho(
-            f"note: {summary['num_steps_skipped']} of the steps changed no weight: in every group all rewards were "
-            "equal, or the gradient was not finite",
-            err=True,
-            fg="yellow",
-        )
-    for what, path in (("report", folder.report), ("figures", folder.summary), ("model", folder.model)):
-        if path.exists():
-            typer.echo(f"  {what:8} {path}")
+        lost = any(isinstance(listener, MetricsLog) for listener, _ in listeners.failures)
+        leave_results(ended := EndedJob(job, folder, record, timeline, status, failure), rewrite_log=lost)
+    if ended.failure is not None:
+        raise ended.failure

@@ -19,6 +19,10 @@ _GRACE_S: Final = 2.0
 """How long to wait for the other failures: a rank whose peer died often fails first, and only says that it lost it."""
 
 
+_LONGEST: Final = 240
+"""Characters of Ray's that go into a message of ours."""
+
+
 class ActorError(EngineError):
     """A Ray actor died, or failed with an error that is not one of ours."""
 
@@ -48,7 +52,7 @@ async def answer(reference: ObjectRef[Any], who: str) -> Any:
             "trainer.max_tokens_per_micro_batch or rollout.max_batch_prompts"
         ) from error
     except RayError as error:
-        raise ActorError(f"{who} could not be reached: {error}") from error
+        raise ActorError(f"{who} could not be reached: {_shortened(str(error))}") from error
 
 
 async def answers(references: Sequence[ObjectRef[Any]], names: Sequence[str]) -> list[Any]:
@@ -89,9 +93,17 @@ def _distance_from_cause(error: BaseException) -> int:
 
 
 def _reason(error: RayError) -> str:
-    """Shorten Ray's page about a death to which process it was, and what happened."""
+    """Say which process it was, and what happened. Ray's page about a death tells of other processes too."""
     text = " ".join(str(error).split())
     process = re.search(r"\bpid: (\d+)", text)
     detail = text.partition("Worker exit detail: ")[2] or text
-    happened = detail.partition(" Some common causes")[0].rstrip(".")
+    happened = _shortened(detail.partition(" Some common causes")[0].rstrip("."))
+    if isinstance(error, OutOfMemoryError) or "running low on memory" in text:
+        happened = "Ray ended it, for the machine ran low on memory"
     return f"{f' (process {process[1]})' if process else ''}: {happened}"
+
+
+def _shortened(text: str) -> str:
+    """Keep the beginning of a text of Ray's; all of it is in the traceback."""
+    text = " ".join(text.split())
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"

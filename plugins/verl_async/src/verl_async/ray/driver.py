@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import ray
 
@@ -16,27 +16,22 @@ from verl_async.asynchrony.inputs import (
     read_training_examples,
     read_training_prompts,
 )
+from verl_async.asynchrony.saving import ModelSaver
 from verl_async.asynchrony.waiting import within
 from verl_async.ray.cluster import ray_cluster
 from verl_async.ray.resources import ActorNeeds, divide_resources
 from verl_async.ray.rollout import RayRolloutClient
 from verl_async.ray.trainer import RayTrainer
-from verl_engine.contract.errors import ConfigError, EngineError
+from verl_engine.contract.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
-    from verl_async.asynchrony.async_training import AsyncTraining
     from verl_async.asynchrony.listener import JobListener
-    from verl_async.asynchrony.supervised_training import SupervisedTraining
     from verl_async.asynchrony.timeline import Timeline
     from verl_async.config import SftJob, TrainJob
+    from verl_async.ray.cluster import Cluster
     from verl_async.report.output_folder import OutputFolder
-
-
-_LAST_SAVE_S: Final = 60.0
-"""How long a job that failed waits for its model: its trainer may be stuck."""
 
 
 def run_train_job(job: TrainJob, output: OutputFolder, listener: JobListener, timeline: Timeline) -> None:
@@ -52,14 +47,16 @@ def run_train_job(job: TrainJob, output: OutputFolder, listener: JobListener, ti
     held_out = read_evaluation_prompts(job, texts, job.data.max_prompt_tokens)
     watchers = Watchers(listener, timeline)
 
-    async def run() -> None:
-        async with _actors(job, job.rollout.num_workers, listener) as actors:
+    async def run(cluster: Cluster) -> None:
+        async with _actors(job, job.rollout.num_workers, listener, cluster) as actors:
             training = assemble_training(job, texts, prompts, held_out, actors, watchers)
-            await _run_and_save(training, actors, texts, output.model, listener)
+            saver = ModelSaver(actors.trainer, actors.rollouts, texts, output, listener)
+            await saver.save_after(cluster.alive_during(training.run()))
+            await actors.trainer.close()
 
     listener.on_status("starting Ray")
-    with ray_cluster(job.ray, job.trainer.num_ranks + job.rollout.num_workers, output.ray_token):
-        asyncio.run(run())
+    with ray_cluster(job.ray, job.trainer.num_ranks + job.rollout.num_workers, output.ray_token) as cluster:
+        asyncio.run(run(cluster))
 
 
 def run_sft_job(job: SftJob, output: OutputFolder, listener: JobListener, timeline: Timeline) -> None:
@@ -71,14 +68,16 @@ def run_sft_job(job: SftJob, output: OutputFolder, listener: JobListener, timeli
     num_rollouts = job.rollout.num_workers if job.evaluation else 0
     watchers = Watchers(listener, timeline)
 
-    async def run() -> None:
-        async with _actors(job, num_rollouts, listener) as actors:
+    async def run(cluster: Cluster) -> None:
+        async with _actors(job, num_rollouts, listener, cluster) as actors:
             training = assemble_supervised(job, texts, examples, held_out, actors, watchers)
-            await _run_and_save(training, actors, texts, output.model, listener)
+            saver = ModelSaver(actors.trainer, actors.rollouts, texts, output, listener)
+            await saver.save_after(cluster.alive_during(training.run()))
+            await actors.trainer.close()
 
     listener.on_status("starting Ray")
-    with ray_cluster(job.ray, job.trainer.num_ranks + num_rollouts, output.ray_token):
-        asyncio.run(run())
+    with ray_cluster(job.ray, job.trainer.num_ranks + num_rollouts, output.ray_token) as cluster:
+        asyncio.run(run(cluster))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +89,9 @@ class _RayActors(Actors):
 
 
 @asynccontextmanager
-async def _actors(job: TrainJob | SftJob, num_rollouts: int, listener: JobListener) -> AsyncIterator[_RayActors]:
+async def _actors(
+    job: TrainJob | SftJob, num_rollouts: int, listener: JobListener, cluster: Cluster
+) -> AsyncIterator[_RayActors]:
     """Start trainer ranks and rollout workers; the cluster ends them."""
     num_ranks = job.trainer.num_ranks
     listener.on_status(f"starting trainer ranks ({num_ranks}) and rollout workers ({num_rollouts})")
@@ -106,9 +107,11 @@ async def _actors(job: TrainJob | SftJob, num_rollouts: int, listener: JobListen
         RayRolloutClient(index, job.rollout, job.model.path, for_worker.options()) for index in range(num_rollouts)
     ]
     names = ", ".join(client.name for client in rollouts)
-    await asyncio.gather(
-        trainer.start(),
-        within(job.rollout.timeout_s, f"{names} did not all start", asyncio.gather(*(r.start() for r in rollouts))),
+    await cluster.alive_during(
+        asyncio.gather(
+            trainer.start(),
+            within(job.rollout.timeout_s, f"{names} did not all start", asyncio.gather(*(r.start() for r in rollouts))),
+        )
     )
     for note in trainer.notes:
         listener.on_note(note)
@@ -135,32 +138,3 @@ async def _connect(job: TrainJob | SftJob, trainer: RayTrainer, rollouts: list[R
         )
     await trainer.plan_weight_buckets(config.bucket_bytes, job.rollout.dtype)
     await trainer.share_slots(rollouts, config.timeout_s)
-
-
-async def _run_and_save(
-    training: AsyncTraining | SupervisedTraining,
-    actors: _RayActors,
-    texts: ModelTexts,
-    folder: Path,
-    listener: JobListener,
-) -> None:
-    """Train and save; also after Ctrl-C or a failure, so that the steps so far are not lost."""
-    try:
-        await training.run()
-    except asyncio.CancelledError:
-        listener.on_status("interrupted: saving the model as it is (Ctrl-C again leaves it unsaved)")
-        await _save(actors, texts, folder)
-        raise
-    except EngineError:
-        listener.on_status("failed: saving the model as it is")
-        with suppress(EngineError):  # the trainer may be what failed; then why it did is what counts
-            await within(_LAST_SAVE_S, "the trainer did not save the model", _save(actors, texts, folder))
-        raise
-    listener.on_status("saving the model")
-    await _save(actors, texts, folder)
-    await actors.trainer.close()
-
-
-async def _save(actors: _RayActors, texts: ModelTexts, folder: Path) -> None:
-    await actors.trainer.save_pretrained(folder)
-    texts.save(folder)

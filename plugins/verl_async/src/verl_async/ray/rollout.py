@@ -62,6 +62,10 @@ class RolloutActor:
         """See `RolloutHost.commit_weights`."""
         return await asyncio.to_thread(self._host.commit_weights, version)
 
+    async def save_pretrained(self, folder: Path) -> str:
+        """See `RolloutHost.save_pretrained`."""
+        return await asyncio.to_thread(self._host.save_pretrained, folder)
+
 
 class RayRolloutClient:
     """A `RolloutClient` of an actor."""
@@ -97,3 +101,8 @@ class RayRolloutClient:
         """Put the loaded weights in force."""
         acknowledgement: Acknowledgement = await answer(self.actor.commit_weights.remote(version), self.name)
         return acknowledgement
+
+    async def save_pretrained(self, folder: Path) -> str:
+        """Write the weights in force as a Hugging Face folder."""
+        about: str = await answer(self.actor.save_pretrained.remote(folder), self.name)
+        return about

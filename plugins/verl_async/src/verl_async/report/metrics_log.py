@@ -7,7 +7,7 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from verl_async.report.output_folder import write_error
+from verl_async.report.output_folder import OutputError, write_error
 from verl_async.report.tensorboard_events import TensorBoardEvents
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from verl_async.report.output_folder import OutputFolder
+    from verl_async.report.record import RunRecord
 
 
 class MetricsLog:
@@ -31,7 +32,7 @@ class MetricsLog:
         Raises:
             OutputError: they cannot be opened.
         """
-        self._path = folder.metrics
+        self._folder = folder
         self._start_s = time.monotonic()
         try:
             self._lines = folder.metrics.open("a", encoding="utf-8")
@@ -59,7 +60,7 @@ class MetricsLog:
         try:
             self._lines.close()
         except OSError as error:
-            raise write_error(self._path, error) from error
+            raise write_error(self._folder.metrics, error) from error
 
     def on_status(self, text: str) -> None:
         """Ignore what the job does now."""
@@ -87,13 +88,31 @@ class MetricsLog:
         self._events.add_scalars(step, {f"evaluation/{name}": value for name, value in metrics.items()})
 
     def _write_line(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        head = {"kind": kind, "step": step, "time_s": round(time.monotonic() - self._start_s, 3)}
-        figures = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
         try:
-            self._lines.write(json.dumps({**head, **figures}, allow_nan=False) + "\n")
+            self._lines.write(_line(kind, step, time.monotonic() - self._start_s, metrics))
             self._lines.flush()
         except OSError as error:
-            raise write_error(self._path, error) from error
+            raise write_error(self._folder.metrics, error) from error
+        if not self._folder.is_ours():  # the open file took the line all the same
+            raise OutputError(f"{self._folder.metrics} was deleted while the job ran")
+
+
+def rewrite_metrics(folder: OutputFolder, record: RunRecord) -> None:
+    """Write ``metrics.jsonl`` anew from memory, where the file was lost or is incomplete.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    entries = [("step", entry) for entry in record.steps] + [("evaluation", entry) for entry in record.evaluations]
+    entries.sort(key=lambda entry: entry[1].time_s)
+    lines = (_line(kind, entry.step, entry.time_s, entry.metrics) for kind, entry in entries)
+    folder.write_text(folder.metrics, "".join(lines))
+
+
+def _line(kind: str, step: int, time_s: float, metrics: Mapping[str, float]) -> str:
+    figures = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
+    head = {"kind": kind, "step": step, "time_s": round(time_s, 3)}
+    return json.dumps({**head, **figures}, allow_nan=False) + "\n"
 
 
 def _grouped(name: str) -> str:

@@ -6,7 +6,9 @@ import contextlib
 import json
 import os
 import shutil
-from dataclasses import dataclass
+import traceback
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from verl_engine.contract.errors import ConfigError, EngineError
@@ -31,6 +33,8 @@ class OutputFolder:
     """Where a job's results go. Made by `create`; the constructor alone touches nothing."""
 
     path: Path
+    _claims: list[int] = field(default_factory=list, compare=False, repr=False)
+    """Descriptor of the marker, each time that this job made it. Open, so that no other file gets its inode."""
 
     @property
     def config(self) -> Path:
@@ -132,17 +136,54 @@ class OutputFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             folder._delete_earlier_results()
-            folder.metrics.open("x").close()
+            folder._claim()
         except FileExistsError as error:
             raise ConfigError(f"--output {path} was just taken by another job; choose another --output") from error
         except OSError as error:
             raise _unusable(path, error) from error
         return folder
 
+    def _claim(self) -> None:
+        self._claims.append(os.open(self.metrics, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+
+    def is_ours(self) -> bool:
+        """Tell whether the folder is there, and is the one that this job made."""
+        try:
+            status = self.metrics.stat()
+        except OSError:
+            return False
+        return not self._claims or os.path.samestat(status, os.fstat(self._claims[-1]))
+
+    @property
+    def was_deleted(self) -> bool:
+        """Whether it went away while the job ran, and was made again."""
+        return len(self._claims) > 1
+
+    def claim_again(self) -> None:
+        """Make the folder again, where it was deleted.
+
+        Raises:
+            OutputError: it cannot be made, or is another job's by now.
+        """
+        if self.is_ours():
+            return
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._claim()
+        except FileExistsError as error:
+            raise OutputError(f"{self.path} was deleted, and is another job's by now") from error
+        except OSError as error:
+            raise write_error(self.path, error) from error
+
+    @property
+    def error_log(self) -> Path:
+        """The whole story of a failure, other libraries' words too: for its user only."""
+        return self.path / "error.log"
+
     @property
     def entries(self) -> tuple[Path, ...]:
         """Everything that a job may leave in the folder."""
-        files = (self.config, self.metrics, self.timeline, self.summary, self.report, self.ray_token)
+        files = (self.config, self.metrics, self.timeline, self.summary, self.report, self.ray_token, self.error_log)
         return (*files, self.tensorboard, self.model)
 
     def write_config(self, job: Mapping[str, Any]) -> None:
@@ -174,7 +215,15 @@ class OutputFolder:
         )
         self.write_text(self.timeline, "".join(json.dumps(row) + "\n" for row in rows))
 
-    def write_text(self, path: Path, text: str) -> None:
+    def write_error_log(self, failure: BaseException) -> None:
+        """Write the traceback of what ended the job, readable by its user only.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        self.write_text(self.error_log, "".join(traceback.format_exception(failure)), mode=0o600)
+
+    def write_text(self, path: Path, text: str, mode: int = 0o666) -> None:
         """Write a file whole or not at all: readers see the old content until the new one is complete.
 
         Raises:
@@ -182,7 +231,7 @@ class OutputFolder:
         """
         unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
-            with unfinished.open("w", encoding="utf-8") as stream:
+            with open(unfinished, "w", encoding="utf-8", opener=partial(os.open, mode=mode)) as stream:
                 stream.write(text)
                 stream.flush()
                 os.fsync(stream.fileno())

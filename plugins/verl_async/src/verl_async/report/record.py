@@ -29,6 +29,7 @@ class RunRecord:
     evaluations: list[Recorded] = field(default_factory=list)
     num_steps: int = 0
     """Steps planned; 0 until the first one is finished."""
+    warnings: list[str] = field(default_factory=list)
     _start_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -40,7 +41,9 @@ class RunRecord:
         """Ignore what the job does now."""
 
     def on_note(self, text: str) -> None:
-        """Ignore what is said of the job."""
+        """Keep a warning."""
+        if text.startswith("warning: "):
+            self.warnings.append(text.removeprefix("warning: "))
 
     def on_step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
         """Keep the figures of a step."""

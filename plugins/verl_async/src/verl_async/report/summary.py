@@ -61,6 +61,7 @@ def build_summary(
         "weight_versions": _last_count(record, "weight_version"),
         "trainer_idle_ratio": None if trainer_idle is None else round(trainer_idle, 4),
         "rollouter_idle_ratio": None if rollouter_idle is None else round(rollouter_idle, 4),
+        "warnings": record.warnings,
         "versions": {package: _version(package) for package in _PACKAGES},
     }
 

@@ -14,6 +14,7 @@ from verl_async.rollout.positions import max_num_tokens
 from verl_async.rollout.weight_receiver import WeightReceiver
 from verl_engine.contract.errors import ConfigError, ModelError, WeightsError
 from verl_engine.engine.device import Device
+from verl_engine.engine.weights.model_folder import ModelFolderWriter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -40,6 +41,7 @@ class EmbeddedEngine(RolloutEngine):
         self._model = load_model(model_folder, getattr(torch, config.dtype), Device.resolve(config.device).torch_device)
         self._max_num_tokens = max_num_tokens(self._model.config)
         self._receiver = WeightReceiver(self._model)
+        self._folder_writer = ModelFolderWriter(self._model)
         self._interrupted = threading.Event()
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
@@ -94,6 +96,11 @@ class EmbeddedEngine(RolloutEngine):
         """
         self._receiver.commit()
         self.version = version
+
+    def save_pretrained(self, folder: Path) -> str:
+        """Write the weights in force as a Hugging Face folder, and return their dtype."""
+        self._folder_writer.write(self._model, self._model.state_dict().items(), folder)
+        return str(self._model.dtype).removeprefix("torch.")
 
     def _check(self, requests: Sequence[GenerationRequest]) -> None:
         if self._receiver.is_loading:

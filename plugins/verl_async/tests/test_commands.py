@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import signal
 import socket
-import stat
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -14,14 +11,13 @@ import pytest
 import typer
 import yaml
 
-from plugins.verl_async.tests.job_files import sft_settings, train_settings, write_backend, write_recipe
-from verl_async.asynchrony.timeline import Span
+from plugins.verl_async.tests.fake_jobs import LAUNCH, read_summary, report_steps, run_fake_job
+from plugins.verl_async.tests.job_files import sft_settings, write_recipe
 from verl_async.command.run_job import JobKind, JobRequest, framework_notes, run_job
 from verl_async.errors import DataError
 from verl_async.job import load_train_job
 from verl_async.preflight import check_train_job
-from verl_async.report.output_folder import OutputError
-from verl_engine.contract.errors import EngineError, StuckError
+from verl_engine.contract.errors import StuckError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,37 +25,7 @@ if TYPE_CHECKING:
 
     from verl_async.asynchrony.listener import JobListener
     from verl_async.asynchrony.timeline import Timeline
-    from verl_async.config import TrainJob
     from verl_async.report.output_folder import OutputFolder
-
-# Runs the command, then tells which heavy modules that took.
-LAUNCH = """
-import sys
-from verl_engine.command.app import main
-try:
-    main()
-finally:
-    heavy = {"torch", "transformers", "ray", "pyarrow", "matplotlib"} & set(sys.modules)
-    print("heavy modules:", *sorted(heavy), file=sys.stderr)
-"""
-
-METRICS = {"loss": 0.5, "reward": 0.25, "exact_match": 0.25, "step_applied": 1.0}
-
-
-@pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give a folder with the toy backend, on the path of this process and of those that it starts."""
-    folder = write_backend(tmp_path / "site")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")])))
-    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
-    monkeypatch.delitem(sys.modules, "toy_engine_hooks", raising=False)
-    return folder
-
-
-@pytest.fixture
-def recipe(tmp_path: Path, site: Path) -> Path:
-    assert site.is_dir()
-    return write_recipe(tmp_path / "recipe.yaml", train_settings(tmp_path))
 
 
 def _command(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -176,43 +142,20 @@ def test_the_output_folder_must_be_named(recipe: Path) -> None:
     assert "error: --output is missing" in done.stderr
 
 
-def _run(
-    recipe: Path, output: Path, run: Callable[[OutputFolder, JobListener, Timeline], None], *, overwrite: bool = False
-) -> None:
-    def runner(job: TrainJob, output: OutputFolder, listener: JobListener, timeline: Timeline) -> None:
-        assert job.trainer.num_steps == 3
-        run(output, listener, timeline)
-
-    kind = JobKind("train", load_train_job, check_train_job, lambda: runner)
-    run_job(kind, JobRequest(recipe, (), output, overwrite=overwrite, dry_run=False))
-
-
-def _steps(listener: JobListener, timeline: Timeline, number: int) -> None:
-    listener.on_status("training")
-    for step in range(1, number + 1):
-        listener.on_step(step, 3, METRICS)
-        timeline.spans.append(Span("trainer", "train", step - 1, step))
-
-
-def _summary(output: Path) -> dict[str, Any]:
-    summary: dict[str, Any] = json.loads((output / "summary.json").read_text())
-    return summary
-
-
 def test_a_finished_job_leaves_everything(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "output"
 
     def run(folder: OutputFolder, listener: JobListener, timeline: Timeline) -> None:
-        _steps(listener, timeline, 3)
+        report_steps(listener, timeline, 3)
         folder.model.mkdir()
 
-    _run(recipe, output, run)
+    run_fake_job(recipe, output, run)
     names = {entry.name for entry in output.iterdir()}
     expected = {"config.yaml", "metrics.jsonl", "summary.json", "report.html", "timeline.jsonl", "tensorboard", "model"}
     assert names == expected
     assert load_train_job(output / "config.yaml") == load_train_job(recipe)
-    assert _summary(output)["status"] == "finished"
-    assert "error" not in _summary(output)
+    assert read_summary(output)["status"] == "finished"
+    assert "error" not in read_summary(output)
     printed = capsys.readouterr().out
     assert "finished after 3 steps" in printed
     assert str(output / "report.html") in printed
@@ -223,28 +166,28 @@ def test_steps_that_changed_nothing_are_pointed_out(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(_: OutputFolder, listener: JobListener, timeline: Timeline) -> None:
-        _steps(listener, timeline, 2)
+        report_steps(listener, timeline, 2)
         listener.on_step(3, 3, {"step_applied": 0.0, "reward": 1.0})  # every group was left out
 
-    _run(recipe, tmp_path / "output", run)
+    run_fake_job(recipe, tmp_path / "output", run)
     assert "warning: 1 of the steps changed no weight" in capsys.readouterr().err
 
 
 def test_a_job_that_reached_its_goal_is_stopped_early(recipe: Path, tmp_path: Path) -> None:
-    _run(recipe, tmp_path / "output", lambda _, listener, timeline: _steps(listener, timeline, 1))
-    assert _summary(tmp_path / "output")["status"] == "stopped early"
+    run_fake_job(recipe, tmp_path / "output", lambda _, listener, timeline: report_steps(listener, timeline, 1))
+    assert read_summary(tmp_path / "output")["status"] == "stopped early"
 
 
 @pytest.mark.parametrize("error", [StuckError("trainer rank 1 did not answer"), KeyError("rank")])
 def test_a_failed_job_keeps_its_results_and_the_reason(recipe: Path, tmp_path: Path, error: Exception) -> None:
     def run(_: OutputFolder, listener: JobListener, timeline: Timeline) -> None:
-        _steps(listener, timeline, 2)
+        report_steps(listener, timeline, 2)
         raise error
 
     with pytest.raises(type(error)) as caught:
-        _run(recipe, tmp_path / "output", run)
+        run_fake_job(recipe, tmp_path / "output", run)
     assert caught.value is error
-    summary = _summary(tmp_path / "output")
+    summary = read_summary(tmp_path / "output")
     assert (summary["status"], summary["num_steps"]) == ("failed", 2)
     assert summary["error"] in {"trainer rank 1 did not answer", "KeyError: 'rank'"}
     assert (tmp_path / "output" / "report.html").exists()
@@ -254,34 +197,34 @@ def test_results_that_cannot_be_written_do_not_hide_the_failure(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(folder: OutputFolder, listener: JobListener, timeline: Timeline) -> None:
-        _steps(listener, timeline, 1)
+        report_steps(listener, timeline, 1)
         folder.summary.mkdir()
         raise DataError("row 7 is too long")
 
     with pytest.raises(DataError, match="row 7"):
-        _run(recipe, tmp_path / "output", run)
+        run_fake_job(recipe, tmp_path / "output", run)
     assert "not all results could be written" in capsys.readouterr().err
 
 
 def test_ctrl_c_keeps_the_results_and_ends_with_130(recipe: Path, tmp_path: Path) -> None:
     def run(_: OutputFolder, listener: JobListener, timeline: Timeline) -> None:
-        _steps(listener, timeline, 2)
+        report_steps(listener, timeline, 2)
         raise KeyboardInterrupt
 
     with pytest.raises(typer.Exit) as caught:
-        _run(recipe, tmp_path / "output", run)
+        run_fake_job(recipe, tmp_path / "output", run)
     assert caught.value.exit_code == 130
-    assert _summary(tmp_path / "output")["status"] == "interrupted"
+    assert read_summary(tmp_path / "output")["status"] == "interrupted"
     assert (tmp_path / "output" / "report.html").exists()
 
 
 def test_an_output_is_only_replaced_on_demand(recipe: Path, tmp_path: Path) -> None:
     output = tmp_path / "output"
-    _run(recipe, output, lambda _, listener, timeline: _steps(listener, timeline, 1))
+    run_fake_job(recipe, output, lambda _, listener, timeline: report_steps(listener, timeline, 1))
     with pytest.raises(ValueError, match="pass --overwrite"):
-        _run(recipe, output, lambda *_: None)
-    _run(recipe, output, lambda _, listener, timeline: _steps(listener, timeline, 3), overwrite=True)
-    assert _summary(output)["status"] == "finished"
+        run_fake_job(recipe, output, lambda *_: None)
+    run_fake_job(recipe, output, lambda _, listener, timeline: report_steps(listener, timeline, 3), overwrite=True)
+    assert read_summary(output)["status"] == "finished"
 
 
 def test_what_is_not_installed_fails_before_the_output_is_made(recipe: Path, tmp_path: Path) -> None:
@@ -316,109 +259,6 @@ driver.run_train_job = lambda job, output, listener, timeline: asyncio.run(train
 """
 
 
-# One that finishes, and saves a model.
-SHORT_DRIVER = """
-import sys, time, types
-
-driver = types.ModuleType("verl_async.ray.driver")
-sys.modules["verl_async.ray.driver"] = driver
-
-
-def run(job, output, listener, timeline):
-    for step in range(1, 4):
-        listener.on_status(f"step {step} comes")
-        time.sleep(0.3)
-        listener.on_step(step, 3, {"loss": 0.5})
-    output.model.mkdir()
-
-
-driver.run_train_job = run
-"""
-
-
-@pytest.mark.fault(13)
-@pytest.mark.parametrize(
-    "redirection", ["| head -n 1", ">&-", ">&- 2>&-", "2>&-", "> /dev/full", "> /dev/full 2> /dev/full"]
-)
-def test_a_job_whose_output_nobody_reads_finishes(recipe: Path, tmp_path: Path, redirection: str) -> None:
-    words = [sys.executable, "-c", SHORT_DRIVER + LAUNCH.partition("try:")[0] + "main()", "train", str(recipe)]
-    command = f'"$@" {redirection}; exit "${{PIPESTATUS[0]}}"'
-    arguments = ["bash", "-c", command, "bash", *words, "-o", str(tmp_path / "output")]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert _summary(tmp_path / "output")["status"] == "finished"
-    assert (tmp_path / "output" / "model").exists()
-    assert len((tmp_path / "output" / "metrics.jsonl").read_text().splitlines()) == 3
-    assert "Traceback" not in done.stderr
-    assert "Exception ignored" not in done.stderr
-    assert done.stderr.count("warning: PlainProgress failed") <= 1
-
-
-@pytest.mark.fault(16)
-def test_an_output_folder_deleted_while_the_job_runs_is_an_error(recipe: Path, tmp_path: Path) -> None:
-    output = tmp_path / "output"
-
-    def run(folder: OutputFolder, listener: JobListener, timeline: Timeline) -> None:
-        _steps(listener, timeline, 1)
-        shutil.rmtree(output)
-        for step in (2, 3):
-            listener.on_step(step, 3, METRICS)
-        folder.claim_again()
-        folder.model.mkdir()
-
-    with pytest.raises(OutputError, match=r"the job has finished, but its results are not whole: .* was deleted while"):
-        _run(recipe, output, run)
-    assert _summary(output)["status"] == "failed"
-    assert "was deleted while the job ran, and was made again" in _summary(output)["error"]
-    assert [json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
-    assert load_train_job(output / "config.yaml") == load_train_job(recipe)
-
-
-@pytest.mark.fault(13)
-def test_metrics_that_cannot_be_written_do_not_end_the_job(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OutputError("cannot write metrics.jsonl: No space left on device")
-
-    def run(_: OutputFolder, listener: JobListener, timeline: Timeline) -> None:
-        _steps(listener, timeline, 1)
-        with monkeypatch.context() as disk:
-            disk.setattr("verl_async.report.metrics_log.MetricsLog.on_step", full)
-            listener.on_step(2, 3, METRICS)
-        listener.on_step(3, 3, METRICS)
-
-    with pytest.raises(OutputError, match=r"the job has finished, but .* metrics\.jsonl could not be written"):
-        _run(recipe, tmp_path / "output", run)
-    lines = (tmp_path / "output" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]  # written again from memory
-
-
-@pytest.mark.fault(15)
-def test_an_exit_inside_a_job_does_not_end_it_well(recipe: Path, tmp_path: Path) -> None:
-    def run(_: OutputFolder, listener: JobListener, timeline: Timeline) -> None:
-        _steps(listener, timeline, 1)
-        sys.exit(0)
-
-    with pytest.raises(EngineError, match=r"ended it by sys\.exit\(0\)"):
-        _run(recipe, tmp_path / "output", run)
-    assert _summary(tmp_path / "output")["status"] == "failed"
-
-
-@pytest.mark.fault(17)
-def test_the_whole_story_of_a_failure_is_in_a_file_for_its_user_only(recipe: Path, tmp_path: Path) -> None:
-    def run(*_: object) -> None:
-        raise StuckError("trainer rank 1 did not answer") from RuntimeError("psql --password=secret")
-
-    with pytest.raises(StuckError):
-        _run(recipe, tmp_path / "output", run)
-    log = tmp_path / "output" / "error.log"
-    assert "psql --password=secret" in log.read_text()
-    assert stat.S_IMODE(log.stat().st_mode) == 0o600
-    for name in ("summary.json", "report.html"):
-        assert "secret" not in (tmp_path / "output" / name).read_text()
-
-
 @pytest.mark.fault(14)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_shuts_the_job_down(recipe: Path, tmp_path: Path, number: signal.Signals) -> None:
@@ -434,4 +274,4 @@ def test_a_signal_shuts_the_job_down(recipe: Path, tmp_path: Path, number: signa
     assert "Traceback" not in rest
     assert "interrupted after 1 steps" in rest
     assert (tmp_path / "output" / "shut-down").exists()
-    assert _summary(tmp_path / "output")["status"] == "interrupted"
+    assert read_summary(tmp_path / "output")["status"] == "interrupted"

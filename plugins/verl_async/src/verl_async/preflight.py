@@ -12,7 +12,7 @@ from verl_async.data.examples import COLUMNS as EXAMPLE_COLUMNS
 from verl_async.data.examples import read_examples
 from verl_async.data.prompts import COLUMNS as PROMPT_COLUMNS
 from verl_async.data.prompts import read_prompts
-from verl_async.data.rewards import load_reward
+from verl_async.data.reward_process import open_reward
 from verl_async.data.rows import MEDIA
 from verl_async.job import optimizer_steps
 from verl_async.machine import check_port, check_processes, check_shared_memory
@@ -132,7 +132,7 @@ def _remark_on_columns(where: str, found: set[str], used: Sequence[str]) -> list
 
 def _try_reward(config: RewardConfig, prompts: Sequence[Prompt]) -> None:
     """Score the ground truth of the first prompt of each data source: reward functions often choose by it."""
-    reward = load_reward(config)
+    reward = open_reward(config)
     firsts: dict[str, Prompt] = {}
     for prompt in prompts:
         firsts.setdefault(prompt.data_source, prompt)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from verl_async.asynchrony.inputs import ModelTexts
     from verl_async.asynchrony.listener import JobListener
     from verl_async.asynchrony.samples import EncodedPrompt
+    from verl_async.asynchrony.scoring import Scorer
     from verl_async.asynchrony.timeline import Timeline
     from verl_async.config import SftJob, TrainJob
     from verl_engine.batch import sequence
@@ -89,7 +90,7 @@ def assemble_training(
             job.async_training.trigger_parameter_sync_step,
         ),
         weights=weights,
-        evaluation=_evaluation(job, texts, held_out, workers, watchers),
+        evaluation=_evaluation(job, texts, held_out, workers, watchers, scorer),
         timeline=watchers.timeline,
         listener=watchers.listener,
     )
@@ -105,7 +106,8 @@ def assemble_supervised(
 ) -> SupervisedTraining:
     """Build the supervised job; without evaluation it needs no rollout workers."""
     workers = [RolloutWorker(client) for client in actors.rollouts]
-    evaluation = _evaluation(job, texts, held_out, workers, watchers)
+    scorer = texts.scorer(job.reward) if job.evaluation else None
+    evaluation = _evaluation(job, texts, held_out, workers, watchers, scorer)
     weights = _weight_sync(job, actors.trainer, workers, interrupt=False)
     return SupervisedTraining(
         job=job,
@@ -149,13 +151,14 @@ def _evaluation(
     held_out: Sequence[EncodedPrompt],
     workers: list[RolloutWorker],
     watchers: Watchers,
+    scorer: Scorer | None,
 ) -> Evaluation | None:
-    if job.evaluation is None:
+    if job.evaluation is None or scorer is None:
         return None
     return Evaluation(
         prompts=held_out,
         workers=workers,
-        scorer=texts.scorer(job.reward),
+        scorer=scorer,
         timeline=watchers.timeline,
         listener=watchers.listener,
         config=job.evaluation,

@@ -13,7 +13,7 @@ from verl_async.asynchrony.samples import EncodedPrompt
 from verl_async.asynchrony.scoring import Scorer
 from verl_async.data.examples import read_examples
 from verl_async.data.prompts import read_prompts
-from verl_async.data.rewards import load_reward
+from verl_async.data.reward_process import open_reward
 from verl_async.data.tokenization import check_vocabulary, encode_example, encode_prompt, stop_token_ids
 from verl_async.errors import DataError
 from verl_async.rollout.interface import SamplingParams
@@ -90,7 +90,7 @@ class ModelTexts:
 
     def scorer(self, config: RewardConfig) -> Scorer:
         """Return what scores the model's answers."""
-        return Scorer(load_reward(config), self.tokenizer)
+        return Scorer(open_reward(config), self.tokenizer)
 
     def save(self, folder: Path) -> None:
         """Copy beside trained weights what their engine left out: the tokenizer's files as they are, templates, code.

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from verl_async.asynchrony.samples import Draw
+    from verl_async.data.reward_process import RewardProcess
     from verl_async.data.rewards import Reward
     from verl_async.rollout.interface import Generation
 
@@ -27,7 +28,7 @@ class Scorer:
     function still does for the rest of the group.
     """
 
-    reward: Reward
+    reward: Reward | RewardProcess
     tokenizer: PreTrainedTokenizerBase
 
     async def score(self, draw: Draw, generations: list[Generation], num_interruptions: int = 0) -> ScoredGroup:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import importlib.util
 import inspect
 import numbers
 import sys
@@ -75,7 +76,7 @@ class Reward:
         if thread.is_alive():
             raise RewardError(
                 f"{where} is stuck: no score after reward.timeout_s={self.timeout_s:g} seconds, for the answer "
-                f"{shorten(solution)}; mend the function or raise the limit"
+                f"{shorten(solution)}; fix the function or raise the limit"
             )
         if call.error is not None:
             kind = type(call.error).__name__
@@ -138,7 +139,7 @@ def load_reward(config: RewardConfig, field: str = "reward.function") -> Reward:
     function = getattr(_import(module_name, place), attribute, None)
     if not callable(function):
         raise ConfigError(
-            f"{place}: module {module_name} has no function {attribute!r}; define it there, or mend the path"
+            f"{place}: module {module_name} has no function {attribute!r}; define it there, or correct the path"
         )
     _check_signature(function, place)
     return Reward(function, config.function, config.timeout_s)
@@ -153,11 +154,25 @@ def _import(module_name: str, place: str) -> object:
     importlib.invalidate_caches()
     try:
         return importlib.import_module(module_name)
-    except Exception as error:
+    except SystemExit as error:
         raise ConfigError(
-            f"{place}: module {module_name} cannot be imported ({type(error).__name__}: {error}); install it, or put "
-            f"it into the current folder {folder}"
+            f"{place}: module {module_name}{_file_of(module_name)} cannot be imported: it calls "
+            f"sys.exit({error.code!r}); put what it does as a script under `if __name__ == '__main__':`"
         ) from error
+    except BaseException as error:
+        raise ConfigError(
+            f"{place}: module {module_name}{_file_of(module_name)} cannot be imported ({type(error).__name__}: "
+            f"{error}); install it, or put it into the current folder {folder}"
+        ) from error
+
+
+def _file_of(module_name: str) -> str:
+    """Name the file of a module that could not be imported, in brackets, where there is one."""
+    try:
+        spec = importlib.util.find_spec(module_name)
+    except Exception:  # noqa: BLE001 - finding a module may run its package
+        return ""
+    return f" ({spec.origin})" if spec is not None and spec.origin else ""
 
 
 def _check_signature(function: Callable[..., object], place: str) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from verl_engine.contract.errors import WeightsError
 from verl_engine.engine.worker import EngineWorker
@@ -45,3 +47,34 @@ def keep_and_return(rank: int, folder: Path, checkpoint: Path) -> None:
 @pytest.mark.dist
 def test_weights_kept_aside_and_checkpoints_come_back(model_folder: Path, tmp_path: Path, on_ranks: OnRanks) -> None:
     on_ranks(keep_and_return, model_folder, tmp_path / "step-1")
+
+
+def train_beside_a_reference(rank: int, folder: Path, store: Path) -> None:
+    def start(name: str, **settings: bool) -> EngineWorker:
+        worker = EngineWorker(Fsdp2Config(learning_rate=1e-2, device="cpu", **settings), folder, rank, 2)
+        worker.prepare(f"file://{store}/{name}")
+        worker.create(name)
+        return worker
+
+    sequences = [make_sequences(2, seed=rank)]
+    actor, reference = start("actor"), start("reference", forward_only=True)
+    before = reference.infer_batch(sequences)
+    np.testing.assert_array_equal(np.concatenate(actor.infer_batch(sequences)[0]), np.concatenate(before[0]))
+    actor.train_batch(sequences, weighted_loss)
+    np.testing.assert_array_equal(np.concatenate(reference.infer_batch(sequences)[0]), np.concatenate(before[0]))
+    reference.close()
+    actor.train_batch(sequences, weighted_loss)
+    found = weights(actor)
+    actor.close()
+    alone = start("alone")
+    for _ in range(2):
+        alone.train_batch(sequences, weighted_loss)
+    assert torch.equal(weights(alone), found)
+    alone.close()
+    assert dist.is_initialized()  # these ranks had their group before
+
+
+@pytest.mark.dist
+@pytest.mark.fault(18)
+def test_an_actor_and_its_reference_in_one_process(model_folder: Path, tmp_path: Path, on_ranks: OnRanks) -> None:
+    on_ranks(train_beside_a_reference, model_folder, tmp_path)

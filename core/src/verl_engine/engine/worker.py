@@ -6,18 +6,17 @@ Arguments and results are plain Python and numpy, so they travel anywhere.
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import os
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from verl_engine.batch.packed import PackedBatch
 from verl_engine.contract.errors import ConfigError, PluginError, TrainingDivergedError, UnsupportedError
 from verl_engine.engine.checkpoints.store import CheckpointInfo, CheckpointStore
 from verl_engine.engine.device import Device
+from verl_engine.engine.process_group import join_process_group, leave_process_group
 from verl_engine.engine.snapshots.manager import Snapshots
 from verl_engine.engine.train_step import StepReport, train_step
 from verl_engine.engine.weights.bucket import WeightBucket, plan_buckets, write_bucket
@@ -55,13 +54,17 @@ class EngineWorker:
         self._snapshots: Snapshots | None = None
         self._checkpoints: CheckpointStore | None = None
         self._timeout_s = 600.0
+        self._has_joined = False
 
     def prepare(self, init_method: str, timeout_s: float = 600.0) -> None:
-        """Make the process ready, then join the process group.
+        """Make the process ready, then join the process group; workers of one process share one.
 
         Args:
-            init_method: of torch.distributed, such as ``tcp://10.0.0.1:29500`` or ``file:///tmp/store``.
-            timeout_s: for joining, and for each collective later.
+            init_method: of torch.distributed, such as ``tcp://10.0.0.1:29500`` or ``file:///tmp/store``; not used where
+                the process is in a group already.
+            timeout_s: for joining, and for each collective later; a group that is there keeps its own.
+        Raises:
+            ConfigError: the process is in a group of another size, rank or backend.
         """
         self._timeout_s = timeout_s
         self._host.prepare_process(self._config)
@@ -69,13 +72,8 @@ class EngineWorker:
         device = Device.resolve(self._config.device, int(os.environ.get("LOCAL_RANK", self._rank)))
         device.activate()
         torch.manual_seed(self._config.seed + self._rank)
-        dist.init_process_group(
-            device.collectives,
-            init_method=init_method,
-            rank=self._rank,
-            world_size=self._world_size,
-            timeout=datetime.timedelta(seconds=timeout_s),
-        )
+        join_process_group(device, init_method, self._rank, self._world_size, timeout_s)
+        self._has_joined = True
 
     def create(self, role: str = "actor") -> None:
         """Build the engine from the model folder.
@@ -248,12 +246,16 @@ class EngineWorker:
         return self._snapshots
 
     def close(self) -> None:
-        """Wait for a checkpoint that is being written, then leave the process group. Harmless when called twice."""
+        """Wait for a checkpoint that is being written, then leave the process group. Harmless when called twice.
+
+        The group ends with the last worker of the process, if a worker started it.
+        """
         checkpoints, self._checkpoints = self._checkpoints, None
         if checkpoints is not None:
             checkpoints.close()
         if self._snapshots is not None:
             self._snapshots.close()
         self._engine = self._snapshots = None
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        if self._has_joined:
+            self._has_joined = False
+            leave_process_group()

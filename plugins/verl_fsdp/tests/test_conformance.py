@@ -21,24 +21,29 @@ class TestFsdp2(EngineConformance):
 class TestFsdp2Padded(EngineConformance):
     backend = "fsdp2"
     settings: ClassVar[Mapping[str, Any]] = {"packing": False}
-    only = ("accumulation/all_ranks", "log_probs/together", "deadlock/idle_ranks")
+    only: ClassVar[tuple[str, ...]] = ("accumulation/all_ranks", "log_probs/together", "deadlock/idle_ranks")
 
 
 @pytest.mark.nightly
 class TestFsdp2PaddedInAll(TestFsdp2Padded):
-    only = ("accumulation", "log_probs", "modes", "deadlock/idle_ranks")
+    only: ClassVar[tuple[str, ...]] = ("accumulation", "log_probs", "modes", "deadlock/idle_ranks")
 
 
 @pytest.mark.dist
 class TestFsdp2KeepsParametersGathered(EngineConformance):
     backend = "fsdp2"
     settings: ClassVar[Mapping[str, Any]] = {"reshard_after_forward": False}
-    only = ("accumulation/one_rank", "recovery/middle_micro_batch", "snapshots/exact", "weights/saved_folder")
+    only: ClassVar[tuple[str, ...]] = (
+        "accumulation/one_rank",
+        "recovery/middle_micro_batch",
+        "snapshots/exact",
+        "weights/saved_folder",
+    )
 
 
 @pytest.mark.nightly
 class TestFsdp2KeepsParametersGatheredInAll(TestFsdp2KeepsParametersGathered):
-    only = ("accumulation", "recovery", "snapshots/exact", "weights/saved_folder")
+    only: ClassVar[tuple[str, ...]] = ("accumulation", "recovery", "snapshots/exact", "weights/saved_folder")
 
 
 @pytest.mark.dist
@@ -50,21 +55,21 @@ class TestFsdp1(EngineConformance):
 class TestFsdp1Padded(EngineConformance):
     backend = "fsdp"
     settings: ClassVar[Mapping[str, Any]] = {"packing": False}
-    only = ("accumulation/one_rank", "log_probs/together", "modes")
+    only: ClassVar[tuple[str, ...]] = ("accumulation/one_rank", "log_probs/together", "modes")
 
 
 @pytest.mark.nightly
 class TestFsdp1PaddedInAll(TestFsdp1Padded):
-    only = ("accumulation", "log_probs", "modes", "deadlock/idle_ranks")
+    only: ClassVar[tuple[str, ...]] = ("accumulation", "log_probs", "modes", "deadlock/idle_ranks")
 
 
 @pytest.mark.dist
 class TestFsdp1KeepsParametersGathered(EngineConformance):
     backend = "fsdp"
     settings: ClassVar[Mapping[str, Any]] = {"reshard_after_forward": False}
-    only = ("accumulation/all_ranks", "recovery/backward", "snapshots/exact")
+    only: ClassVar[tuple[str, ...]] = ("accumulation/all_ranks", "recovery/backward", "snapshots/exact")
 
 
 @pytest.mark.nightly
 class TestFsdp1KeepsParametersGatheredInAll(TestFsdp1KeepsParametersGathered):
-    only = ("accumulation", "recovery", "snapshots/exact", "weights/saved_folder")
+    only: ClassVar[tuple[str, ...]] = ("accumulation", "recovery", "snapshots/exact", "weights/saved_folder")

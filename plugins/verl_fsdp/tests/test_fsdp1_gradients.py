@@ -100,6 +100,7 @@ def test_compiled_blocks_give_the_gradient_of_one_process(model_folder: Path, ra
     settings = {"compile": True, "compile_backend": "eager", "activation_checkpointing": True}
     for error, norm_error in pool.run(gradient_error, model_folder, settings, timeout_s=280.0):
         assert (error <= 2e-6, norm_error <= 2e-6) == (True, True), (error, norm_error)
+    pool.close()  # in there, no other compiler can be used any more
 
 
 @pytest.mark.thinned(1)

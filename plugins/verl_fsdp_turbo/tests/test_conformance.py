@@ -21,21 +21,26 @@ class TestFsdpTurbo(EngineConformance):
 class TestACopyOnEachRank(EngineConformance):
     backend = "fsdp_turbo"
     settings: ClassVar[Mapping[str, Any]] = {"fully_shard_parallel_size": 1}
-    only = ("accumulation/all_ranks", "optimizer/clipping")
+    only: ClassVar[tuple[str, ...]] = ("accumulation/all_ranks", "optimizer/clipping")
 
 
 @pytest.mark.nightly
 class TestACopyOnEachRankInAll(TestACopyOnEachRank):
-    only = ("accumulation", "optimizer/clipping", "weights/saved_folder")
+    only: ClassVar[tuple[str, ...]] = ("accumulation", "optimizer/clipping", "weights/saved_folder")
 
 
 @pytest.mark.dist
 class TestOffloaded(EngineConformance):
     backend = "fsdp_turbo"
     settings: ClassVar[Mapping[str, Any]] = {"offload_policy": True, "memory": {"recompute": True}}
-    only = ("accumulation/one_rank", "optimizer/clipping", "snapshots/independent", "recovery/backward")
+    only: ClassVar[tuple[str, ...]] = (
+        "accumulation/one_rank",
+        "optimizer/clipping",
+        "snapshots/independent",
+        "recovery/backward",
+    )
 
 
 @pytest.mark.nightly
 class TestOffloadedInAll(TestOffloaded):
-    only = ("accumulation", "optimizer/clipping", "snapshots/independent", "recovery")
+    only: ClassVar[tuple[str, ...]] = ("accumulation", "optimizer/clipping", "snapshots/independent", "recovery")

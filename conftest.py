@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 _ORDER = ("ranks", "jobs")
 """Groups that come first; each stays in one worker. The other worker begins with the second."""
+_REPETITION = "__pytest_repeat_step_number"
+"""The parameter that pytest-repeat adds."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
@@ -54,8 +56,9 @@ def _thin_out(items: list[pytest.Item]) -> None:
     """Leave to the nightly what ``@pytest.mark.thinned(n)`` allows: all but a selection with each n values together."""
     matrices = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("thinned"):
-            matrices[item.nodeid.partition("[")[0]].append(item)
+        if isinstance(item, pytest.Function) and item.get_closest_marker("thinned"):
+            run = item.callspec.params.get(_REPETITION)
+            matrices[item.nodeid.partition("[")[0], run].append(item)
     for matrix in matrices.values():
         mark = matrix[0].get_closest_marker("thinned")
         together = {item: _values_together(item, *mark.args) for item in matrix} if mark else {}
@@ -67,10 +70,10 @@ def _thin_out(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.nightly)
 
 
-def _values_together(item: pytest.Item, strength: int) -> set[object]:
+def _values_together(item: pytest.Function, strength: int) -> set[object]:
     """Every choice of so many parameters of a test, with their values."""
-    values = item.callspec.params.items() if isinstance(item, pytest.Function) else ()
-    return set(combinations(sorted((name, repr(value)) for name, value in values if "repeat" not in name), strength))
+    values = sorted((name, repr(value)) for name, value in item.callspec.params.items() if name != _REPETITION)
+    return set(combinations(values, strength))
 
 
 def _failed(terminalreporter: pytest.TerminalReporter) -> Iterable[str]:

@@ -53,6 +53,8 @@ OFTEN_WRONG_ONCE = (
     "plugins/verl_megatron_mindspeed/tests/test_rare_cases.py"
     "::test_single_tokens_long_sequences_and_empty_micro_batches[vpp]"
 )
+# What the nightly has besides tests.
+NIGHTLY_SESSIONS = ("other_pythons-3.12", "other_pythons-3.13", "zoo")
 
 nox.needs_version = ">=2024.10.9"
 nox.options.default_venv_backend = "venv"
@@ -109,28 +111,22 @@ def nightly(session: nox.Session) -> None:
     """What takes hours. With `-- FOLDER`, a part's own tests only: before a change to that part is merged."""
     python = _python(session)
     runs: dict[str, tuple[str, ...]] = {
-        "tests marked nightly": (*TWO_WORKERS, "-m", "nightly"),
-        "tests whose ranks nobody used before": (
-            *TWO_WORKERS,
-            "-m",
-            "dist and not slow and not nightly",
-            "--fresh-ranks",
-        ),
-        "tests that start ranks, 20 times": (*_repeated(20), "-m", "dist and not nightly"),
+        "what is marked nightly": (*TWO_WORKERS, "-m", "nightly"),
+        "on ranks that nobody used before": (*TWO_WORKERS, "-m", "dist and not nightly", "--fresh-ranks"),
+        "whatever starts ranks, 20 times": (*_repeated(20), "-m", "dist and not nightly"),
     }
     if not session.posargs:
-        runs["a test that failed now and then, 200 times"] = (*_repeated(200), "-m", "", OFTEN_WRONG_ONCE)
+        runs["what failed now and then, 200 times"] = (*_repeated(200), "-m", "", OFTEN_WRONG_ONCE)
+        for name in NIGHTLY_SESSIONS:
+            session.notify(name)
     failed = []
     for name, arguments in runs.items():
         session.log(name)
-        try:  # 5: nothing there is marked so
-            command = (python, "-m", "pytest", *arguments, *session.posargs)
-            session.run(*command, env=ENVIRONMENT, success_codes=[0, 5])
+        command = (python, "-m", "pytest", *arguments, *session.posargs)
+        try:
+            session.run(*command, env=ENVIRONMENT, success_codes=[0, 5])  # 5: there is no such test in that folder
         except nox.command.CommandFailed:
             failed.append(name)
-    if not session.posargs:
-        for name in ("other_pythons-3.12", "other_pythons-3.13"):
-            session.notify(name)
     if failed:
         session.error(f"failed: {'; '.join(failed)}")
 

@@ -39,7 +39,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
                 terminalreporter.write_line(str(value))
     times = config.getoption("count", 1)
     if times > 1:
-        failed = Counter(map(_without_number, _failed(terminalreporter)))
+        failed = Counter(map(without_number, _failed(terminalreporter)))
         for test, count in failed.most_common():
             terminalreporter.write_line(f"failed {count} of {times} times: {test}")
         if not failed:
@@ -53,27 +53,31 @@ def _group(item: pytest.Item) -> str:
 
 
 def _thin_out(items: list[pytest.Item]) -> None:
-    """Leave to the nightly what ``@pytest.mark.thinned(n)`` allows: all but a selection with each n values together."""
-    matrices = defaultdict(list)
+    """Mark as nightly what ``@pytest.mark.thinned(n)`` allows: all but a selection in which any n values meet."""
+    matrices: dict[object, list[pytest.Function]] = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("thinned"):
             run = item.callspec.params.get(_REPETITION)
             matrices[item.nodeid.partition("[")[0], run].append(item)
     for matrix in matrices.values():
         mark = matrix[0].get_closest_marker("thinned")
-        together = {item: _values_together(item, *mark.args) for item in matrix} if mark else {}
-        missing = set[object]().union(*together.values())
-        while missing:
-            best = max(together, key=lambda item: len(together[item] & missing))
-            missing -= together.pop(best)
-        for item in together:
-            item.add_marker(pytest.mark.nightly)
+        rows = [{name: repr(value) for name, value in item.callspec.params.items()} for item in matrix]
+        kept = selection(rows, mark.args[0] if mark else 1)
+        for index, item in enumerate(matrix):
+            if index not in kept:
+                item.add_marker(pytest.mark.nightly)
 
 
-def _values_together(item: pytest.Function, strength: int) -> set[object]:
-    """Every choice of so many parameters of a test, with their values."""
-    values = sorted((name, repr(value)) for name, value in item.callspec.params.items() if name != _REPETITION)
-    return set(combinations(values, strength))
+def selection(rows: list[dict[str, str]], strength: int) -> set[int]:
+    """Choose rows such that values of so many parameters meet in one of those chosen wherever they meet in any."""
+    meetings = {index: set(combinations(sorted(row.items()), strength)) for index, row in enumerate(rows)}
+    missing = set().union(*meetings.values())
+    kept = set()
+    while missing:
+        best = max(meetings, key=lambda index: len(meetings[index] & missing))
+        missing -= meetings.pop(best)
+        kept.add(best)
+    return kept
 
 
 def _failed(terminalreporter: pytest.TerminalReporter) -> Iterable[str]:
@@ -82,6 +86,6 @@ def _failed(terminalreporter: pytest.TerminalReporter) -> Iterable[str]:
     return {report.nodeid for report in reports}
 
 
-def _without_number(test: str) -> str:
+def without_number(test: str) -> str:
     """Leave out the number of the repetition and the worker's group from a test's id."""
     return re.sub(r"-?\d+-\d+\](@.*)?$", "]", test).removesuffix("[]")

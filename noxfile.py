@@ -102,6 +102,12 @@ def repeat(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def fuzz(session: nox.Session) -> None:
+    """Try thousands of broken configs and data files; prints one JSON object last. `-- --seed 1` draws others."""
+    session.run(_python(session), "-m", "tests.fuzz.run", *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session(venv_backend="none")
 def nightly(session: nox.Session) -> None:
     """What takes hours. With `-- FOLDER`, a part's own tests only: before a change to that part is merged."""
     python = _python(session)

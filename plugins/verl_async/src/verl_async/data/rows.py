@@ -180,7 +180,7 @@ def _parquet_rows(path: Path, place: str, columns: tuple[str, ...]) -> Iterator[
                 for values in _plain_rows(batch, place, number):
                     yield f"{place}, row {number}", values, found
                     number += 1
-    except (ArrowException, OSError) as error:
+    except (ArrowException, OSError, *_UNREADABLE) as error:  # of damaged files anything may come
         raise DataError(f"{place}: not a readable Parquet file after {number} rows: {error}") from error
 
 

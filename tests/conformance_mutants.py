@@ -199,6 +199,7 @@ MUTANTS = {
         Mutant("mutant_critic_from_scratch", "CriticFromScratch"),
         Mutant("mutant_critic_saved_without_head", "CriticSavedWithoutHead"),
         Mutant("mutant_decayed_norms", "DecayedNorms"),
+        Mutant("mutant_dropout_ignored", "DropoutIgnored"),
         Mutant("mutant_entropy_at_temperature_one", "EntropyAtTemperatureOne"),
         Mutant("mutant_entropy_without_gradient", "EntropyWithoutGradient"),
         Mutant("mutant_head_dropout", "HeadDropout"),

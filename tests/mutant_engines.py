@@ -260,6 +260,13 @@ class LeftInTrainMode(Fsdp2Engine):
         super().set_training(True)
 
 
+class DropoutIgnored(Fsdp2Engine):
+    """Draws the model's dropout in train mode, whatever the config says."""
+
+    def set_training(self, training: bool) -> None:
+        self.module.train(training)
+
+
 class LeftInEvalMode(Fsdp2Engine):
     """Stays in eval mode after the first inference."""
 

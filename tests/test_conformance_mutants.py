@@ -91,6 +91,7 @@ CASES: Final = {
     "undeclared_gap": Case("weights/import", "must declare the gap", "weights/export"),
     "left_in_train_mode": Case("modes/inference", "left in train mode", "modes/training"),
     "left_in_eval_mode": Case("modes/training", "left in eval mode", "modes/inference"),
+    "dropout_ignored": Case("modes/dropout_off", "is not that without dropout", "modes/training"),
     "random_seed": Case("determinism/same_seed", "the second run of one seed", "determinism/ranks_agree"),
     "schedule_not_resumed": Case("checkpoints/resume", "two steps after", "checkpoints/nothing_there"),
     "checkpoint_of_first_save": Case("checkpoints/keep_last", "loaded after step 2", "checkpoints/before_first_step"),

@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from verl_engine.contract.errors import ModelError
+from verl_engine.engine.train_mode import set_train_mode
 from verl_engine.engine.weights.model_folder import ModelFolderWriter
 from verl_engine.engine.weights.module_weights import exported_tensors, full_weights
 from verl_fsdp.config import Fsdp2Config
@@ -154,3 +155,16 @@ def test_other_layers_than_asked_for_are_refused(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(peft, "inject_adapter_in_model", lambda *_, **__: {}["no such layer"])
     with pytest.raises(ModelError, match="peft cannot adapt Qwen3ForCausalLM: 'no such layer'"):
         adapted(folder, "q_proj")
+
+
+@pytest.mark.fault(5)
+def test_an_adapters_dropout_is_drawn_without_the_models(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "base", "qwen3", head_dim=8, attention_dropout=0.5)
+    config = Fsdp2Config.model_validate({"device": "cpu", "packing": False, "lora": {"rank": 4, "dropout": 0.5}})
+    model = load_model(config, folder, attention="eager")
+    set_train_mode(model, training=True, dropout=False)
+    drawing = {name: module for name, module in model.named_modules() if module.training}
+    assert all(".lora_dropout" in name for name in drawing)
+    dropouts = [module for module in drawing.values() if isinstance(module, torch.nn.Dropout)]
+    assert len(dropouts) == 2 * 7
+    assert {module.p for module in dropouts} == {0.5}

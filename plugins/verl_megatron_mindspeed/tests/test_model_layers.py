@@ -29,7 +29,7 @@ def dropping(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def gradient(folder: Path, seed: int = 3, *, train: bool = True, **fields: Any) -> torch.Tensor:
     """Return the whole gradient of some sum of logits, after seeding as a worker does."""
-    model = build(folder, **fields)
+    model = build(folder, **{"dropout": "model", **fields})
     torch.manual_seed(seed)
     model.chunks[0].train(train)
     model.reseed_dropout()
@@ -49,13 +49,14 @@ def _same_and_other(_rank: int, folder: Path) -> tuple[bool, bool]:
     return torch.equal(first, gradient(folder)), torch.equal(first, gradient(folder, seed=4))
 
 
-def test_there_is_no_dropout_in_eval_mode(ranks: RankPool, dropping: Path, tmp_path: Path) -> None:
-    assert ranks.run(_equal_in_eval, dropping, write_family(tmp_path, "qwen3")) == [(True, False)] * 2
+@pytest.mark.fault(5)
+def test_there_is_no_dropout_in_eval_mode_or_by_default(ranks: RankPool, dropping: Path, tmp_path: Path) -> None:
+    assert ranks.run(_equal_without, dropping, write_family(tmp_path, "qwen3")) == [[True, True, False]] * 2
 
 
-def _equal_in_eval(_rank: int, dropping: Path, plain: Path) -> tuple[bool, bool]:
-    expected = gradient(plain)
-    return torch.equal(gradient(dropping, train=False), expected), torch.equal(gradient(dropping), expected)
+def _equal_without(_rank: int, dropping: Path, plain: Path) -> list[bool]:
+    found = gradient(dropping, train=False), gradient(dropping, dropout="off"), gradient(dropping)
+    return [torch.equal(each, gradient(plain)) for each in found]
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,10 @@ class EngineConfig(StrictModel):
     """CPU threads of each rank. One by default: ranks that share cores slow each other down with more."""
     seed: Seed = 0
     """Seeds each rank's random numbers (dropout and the like)."""
+    dropout: Literal["off", "model"] = "off"
+    """Dropout of the model in training: none, or what its ``config.json`` says (``model``), with other noise that the
+    model has in train mode. Off by default: RL compares the probabilities of tokens with those they were drawn with,
+    which dropout would change, and language models of today are trained without. ``lora.dropout`` is apart from it."""
     observers: tuple[str, ...] = ()
     """Observers to wrap around the engine's hooks, by name, the last one outermost; ``timing`` adds the time that each
     hook takes to the metrics. None is imported unless it is named here."""

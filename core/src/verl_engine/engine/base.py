@@ -100,7 +100,10 @@ class Engine(ABC):
 
     @abstractmethod
     def set_training(self, training: bool) -> None:
-        """Switch between train and eval mode (dropout and the like)."""
+        """Switch between train and eval mode.
+
+        The model's own dropout is drawn in train mode with ``engine.dropout: model`` only; see `set_train_mode`.
+        """
 
     @abstractmethod
     def weight_specs(self) -> list[WeightSpec]:

@@ -15,6 +15,7 @@ from verl_engine.engine.base import DataParallel, Engine
 from verl_engine.engine.checkpoints.module import load_module_state, module_state
 from verl_engine.engine.lr_schedule import lr_multiplier
 from verl_engine.engine.offload import PARTS, GradientSlot, Offload
+from verl_engine.engine.train_mode import set_train_mode
 from verl_engine.engine.weights.held_dtypes import held_dtypes
 from verl_engine.engine.weights.model_folder import ModelFolderWriter
 from verl_engine.engine.weights.module_weights import (
@@ -151,7 +152,7 @@ class ModuleEngine(Engine):
 
     def set_training(self, training: bool) -> None:
         """Switch between train and eval mode."""
-        self.module.train(training)
+        set_train_mode(self.module, training=training, dropout=self.config.dropout == "model")
 
     def local_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what a snapshot holds: this rank's live shards of what may change, and all buffers.

@@ -52,7 +52,9 @@ class Bench:
         return folder
 
     def driver(self, kind: str = "plain", **settings: Any) -> Driver:
-        """Build an engine from a tiny model."""
+        """Build an engine from a tiny model; from that with dropout one that draws it, unless told otherwise."""
+        if kind == "dropout":
+            settings = {"dropout": "model", **settings}
         folder = self.model(kind)
         if kind in ("plain", "other"):
             return Driver(self.subject.section(**settings), folder, self.rank, self.world_size)

@@ -37,7 +37,7 @@ def inference_is_in_eval_mode(bench: Bench) -> None:
 
 
 def training_is_in_train_mode(bench: Bench) -> None:
-    """A training step uses dropout, after an inference too, and each step another draw."""
+    """With ``dropout: model`` a step draws the model's dropout, after an inference too, and each step another."""
     driver = bench.driver("dropout", learning_rate=STILL)
     sequences = make_sequences(8)
     without_dropout, _ = accumulate(load_reference(bench.model("dropout")), sequences)
@@ -53,7 +53,20 @@ def training_is_in_train_mode(bench: Bench) -> None:
     bench.require_everywhere(len(set(losses)) == len(losses), f"each step drew the same dropout: losses {losses}")
 
 
+def dropout_is_off(bench: Bench) -> None:
+    """By default a training step draws no dropout, whatever the model's config says."""
+    driver = bench.driver("dropout", learning_rate=STILL, dropout="off")
+    sequences = make_sequences(8)
+    without_dropout, _ = accumulate(load_reference(bench.model("dropout")), sequences)
+    loss = driver.train(sequences).loss
+    bench.require_everywhere(
+        abs(loss - without_dropout) <= 1e-5,  # noqa: PLR2004 - float32
+        f"with dropout=off the loss {loss} of a training step is not that without dropout, {without_dropout}",
+    )
+
+
 CHECKS = (
     Check("modes/inference", (all_ranks(inference_is_in_eval_mode),)),
     Check("modes/training", (all_ranks(training_is_in_train_mode),)),
+    Check("modes/dropout_off", (all_ranks(dropout_is_off),)),
 )

@@ -29,9 +29,9 @@ def state_before_token(bench: Bench) -> None:
 
 
 def gradient(bench: Bench) -> None:
-    """A loss on values has the gradient of the plain model without dropout, for the head too."""
+    """A loss on values has the gradient of the plain model, and the head no dropout even where the model's is drawn."""
     sequences = make_sequences(8)
-    probe = bench.probe("critic", head="value")
+    probe = bench.probe("critic", head="value", dropout="model")
     found = probe.gradient(probe.driver.share(sequences, len(sequences)), value_loss)
     distance = relative_error(found, _reference_gradient(bench.model("critic"), sequences))
     bench.require_everywhere(distance <= TOLERANCE, f"the gradient of a loss on values is off by {distance:.3g}")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
+from verl_engine.engine.train_mode import set_train_mode
 from verl_engine.engine.weights.module_weights import Exported, local_tensors
 from verl_fsdp.engine import ShardedEngine
 from verl_fsdp.fsdp1.flat_unit import flat_units
@@ -89,7 +90,7 @@ class Fsdp1Engine(ShardedEngine):
 
     def set_training(self, training: bool) -> None:
         """Switch between train and eval mode."""
-        self.model.train(training)
+        set_train_mode(self.model, training=training, dropout=self.config.dropout == "model")
 
     def reshard(self) -> None:
         """Free whatever is gathered; see the base class."""

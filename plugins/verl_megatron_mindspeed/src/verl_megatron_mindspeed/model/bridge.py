@@ -96,6 +96,7 @@ def _settings(config: MegatronConfig, *, local: bool, device_kind: str) -> dict[
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
         "transformer_impl": "local" if local else "transformer_engine",
+        **({"attention_dropout": 0.0, "hidden_dropout": 0.0} if config.dropout == "off" else {}),
         **(_WITHOUT_KERNELS if local else {}),
         **recompute,
     }

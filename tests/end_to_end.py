@@ -153,6 +153,10 @@ class Job:
             found += [number for number in actors if _title(number).startswith("ray::")]
         return [number for number in found if _title(number).startswith(title)]
 
+    def program(self, number: int) -> str:
+        """Name of the program that a process runs."""
+        return Path(_title(number).partition(" ")[0]).name
+
     def listening(self, title: str = "") -> set[tuple[str, int]]:
         """Host and port of each TCP server of this job's processes, or of those whose command line holds `title`."""
         own = {f"socket:[{inode}]": place for inode, place in _servers().items()}
@@ -173,6 +177,15 @@ class Job:
 
     def press_ctrl_c(self) -> None:
         os.killpg(self._process.pid, signal.SIGINT)
+
+    def hang_up(self) -> None:
+        """End it as a terminal that goes away: nobody reads, and the whole process group hears of it, twice."""
+        for pipe in (self._process.stdout, self._process.stderr):
+            assert pipe is not None
+            pipe.close()
+        for _ in range(2):
+            os.killpg(self._process.pid, signal.SIGHUP)
+            time.sleep(0.3)
 
     def terminate(self) -> None:
         """End it as a scheduler does: SIGTERM to the first process only."""

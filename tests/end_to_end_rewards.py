@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 _calls = itertools.count(1)
 
@@ -16,4 +17,11 @@ def fail_later(data_source: str, solution_str: str, ground_truth: str, extra_inf
     """Work for a while, then fail."""
     if next(_calls) > 40:  # after the trial before the start, and in more than the first step
         raise LookupError("the judge has left")
+    return count_even(data_source, solution_str, ground_truth, extra_info)
+
+
+def exit_later(data_source: str, solution_str: str, ground_truth: str, extra_info: object) -> float:
+    """Work for a while, then end the process."""
+    if next(_calls) > 40:
+        os._exit(0)
     return count_even(data_source, solution_str, ground_truth, extra_info)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -35,6 +36,23 @@ def test_ctrl_c_saves_the_model_as_it_is(task: Task, tmp_path: Path) -> None:
     assert any((after[name] != before[name]).any() for name in before)
 
 
+@pytest.mark.fault(12, 13, 14)
+def test_a_lost_terminal_leaves_a_model_whose_generation_config_cannot_be_saved(task: Task, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(task.model, model)
+    config = '{"temperature": 0.9, "top_p": 0.6}'  # as Llama 2's: transformers reads it, and refuses to write it
+    (model / "generation_config.json").write_text(config, encoding="utf-8")
+    settings = ("trainer.num_steps=100000", f"model.path={model}")
+    with Job("train", task.train, tmp_path / "out", settings) as job:
+        job.wait_for_steps(2)
+        job.hang_up()
+        ended = job.wait(120)
+    check_interrupted(ended)
+    check_model_loads(ended.output / "model")
+    assert (ended.output / "model" / "generation_config.json").read_text(encoding="utf-8") == config
+
+
+@pytest.mark.nightly
 def test_sigterm_is_like_ctrl_c(task: Task, tmp_path: Path) -> None:
     with Job("sft", task.sft, tmp_path / "out", ("trainer.num_steps=100000",)) as job:
         job.wait_for_steps(2)

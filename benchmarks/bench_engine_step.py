@@ -72,7 +72,7 @@ class RawStep:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
         self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation=PACKED_ATTENTION
+            folder, dtype=torch.float32, attn_implementation=PACKED_ATTENTION, trust_remote_code=False
         )
         for layer in self.model.model.layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)

@@ -80,7 +80,7 @@ def run_padded(folder: Path, sequences: list[Sequence], length: int | None) -> C
         length: of each row; None for the longest of the eight.
     """
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="sdpa"
+        folder, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
     )
     model.train()
 

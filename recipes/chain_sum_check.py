@@ -37,8 +37,8 @@ def ask(folder: Path, question: str) -> str:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     # Any: transformers annotates what these return for other ways to call them.
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, trust_remote_code=False)
     chat = [{"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     answer = model.generate(**prompt, max_new_tokens=16, do_sample=False)

@@ -71,13 +71,15 @@ def convert_model(gguf: Path, folder: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    read = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32, trust_remote_code=False
+    )
     # transformers refuses to save a model that was read from a quantized file: its weights go into a fresh one.
     config = AutoConfig.for_model(**{k: v for k, v in read.config.to_dict().items() if k != "quantization_config"})
-    fresh = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    fresh = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
     fresh.load_state_dict(read.state_dict())
     fresh.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False).save_pretrained(folder)
 
 
 if __name__ == "__main__":

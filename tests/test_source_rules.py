@@ -51,6 +51,26 @@ def test_no_file_names_a_path_of_one_machine() -> None:
     assert [name(path) for path in texts if MACHINE_PATHS.search(read(path))] == []
 
 
+@pytest.mark.fault(21)
+def test_nothing_asks_whether_code_of_a_model_folder_may_run() -> None:
+    """transformers asks on the terminal, unless it is told."""
+    shipped = [path for path in python_files() if "tests" not in path.parts]
+    loading = re.compile(r"(?:Auto\w+|auto_class\(.*\)|kind\))\.from_(?:pretrained|config)$")
+    calls = [
+        (path, call)
+        for path in shipped
+        for call in ast.walk(ast.parse(read(path)))
+        if isinstance(call, ast.Call) and loading.search(ast.unparse(call.func))
+    ]
+    assert len(calls) > 10
+    told = {"trust_remote_code": "False"}
+    assert [
+        f"{name(path)}: {ast.unparse(call)}"
+        for path, call in calls
+        if not told.items() <= {word.arg: ast.unparse(word.value) for word in call.keywords}.items()
+    ] == []
+
+
 def test_every_error_says_what_it_means() -> None:
     errors = [node for path in source_files() for node in classes(path) if node.name.endswith("Error")]
     assert errors

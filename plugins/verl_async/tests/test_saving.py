@@ -100,10 +100,12 @@ def test_whatever_ends_training_the_model_is_saved(output: OutputFolder, failure
 
 @pytest.mark.fault(14)
 @pytest.mark.parametrize("num_failures", [1, 3])
-def test_without_its_trainer_a_job_saves_the_weights_of_the_last_sync(output: OutputFolder, num_failures: int) -> None:
+def test_without_its_trainer_a_job_saves_the_weights_of_the_last_sync(
+    output: OutputFolder, num_failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rollouts = [FakeRollout(0), FakeRollout(1)]
     rollouts[1].version = 7
-    rollouts[0].save_pretrained = _refuse  # type: ignore[method-assign] # as in the middle of a sync
+    monkeypatch.setattr(rollouts[0], "save_pretrained", _refuse)  # as in the middle of a sync
     case = Case(output, SavingTrainer(*[EngineError("trainer rank 1 died.")] * 9), rollouts)
     with pytest.raises(EngineError, match="died"):
         case.run(failure=EngineError("trainer rank 1 died") if num_failures == 1 else None)

@@ -36,10 +36,14 @@ class FolderNames:
             # By name: all that engines share works without a model library.
             transformers = importlib.import_module("transformers")
             self._revert = importlib.import_module("transformers.core_model_loading").revert_weight_conversion
-            config = transformers.AutoConfig.from_pretrained(model_folder, local_files_only=True)
+            config = transformers.AutoConfig.from_pretrained(
+                model_folder, local_files_only=True, trust_remote_code=False
+            )
             kind = "AutoModelForTokenClassification" if head == "value" else "AutoModelForCausalLM"
             with torch.device("meta"):
-                self._model = getattr(transformers, kind).from_config(config, attn_implementation="eager")
+                self._model = getattr(transformers, kind).from_config(
+                    config, attn_implementation="eager", trust_remote_code=False
+                )
         except Exception as error:  # noqa: BLE001 - missing, older, or its config refused: it raises all kinds
             self._give_up(error)
 

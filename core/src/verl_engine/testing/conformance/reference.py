@@ -52,7 +52,7 @@ def load_reference(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM  # ranks prepare before they import it
 
     return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, trust_remote_code=False
     )
 
 

@@ -85,7 +85,7 @@ def _load_critic(folder: Path) -> Any:
     from transformers import AutoModelForTokenClassification  # ranks prepare before they import it
 
     return AutoModelForTokenClassification.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, trust_remote_code=False
     )
 
 

@@ -19,6 +19,7 @@ from verl_async.errors import DataError
 from verl_async.rollout.interface import SamplingParams
 from verl_async.rollout.positions import max_num_tokens
 from verl_engine.contract.errors import ConfigError, ModelError
+from verl_engine.contract.model_code import why_not_loaded
 from verl_engine.engine.weights.model_files import side_files
 
 if TYPE_CHECKING:
@@ -53,16 +54,23 @@ class ModelTexts:
             ModelError: it has none that transformers can load.
         """
         try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:  # of a file that is not as expected anything may come
-            raise ModelError(f"model.path={folder} has no tokenizer that transformers can load: {error}") from error
+            raise ModelError(
+                f"model.path={folder} has no tokenizer that transformers can load: {why_not_loaded(error)}"
+            ) from error
         try:
             eos = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
         except OSError:  # a folder need not have one
             eos = None
         try:
-            config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError, KeyError):  # what is wrong, the engines say
+            config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError, KeyError) as error:
+            if "trust_remote_code" in str(error):
+                raise ModelError(f"model.path={folder} cannot be loaded: {why_not_loaded(error)}") from error
+            # What else is wrong, the engines say.
             config = transformers.PreTrainedConfig()
         vocab_size = getattr(config.get_text_config(decoder=True), "vocab_size", None)
         return cls(folder, tokenizer, stop_token_ids(tokenizer, eos), max_num_tokens(config), vocab_size)

@@ -81,8 +81,7 @@ class ModelSaver:
         if not isinstance(error, StuckError):
             tries.append((self._from_trainer, elsewhere))
         for rollout in self.rollouts:
-            save = partial(self._from_rollout, rollout)
-            tries += [(save, self.output.model), (save, elsewhere)]
+            tries += [(partial(self._from_rollout, rollout), folder) for folder in (self.output.model, elsewhere)]
         for save, folder in tries:
             try:
                 what = await within(_LAST_SAVE_S, "no answer", save(folder))

@@ -11,12 +11,15 @@ from verl_async.report.saying import describe, warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from types import TracebackType
 
 
 class _Closable(JobListener, Protocol):
     def __enter__(self) -> object: ...
 
-    def __exit__(self, kind: object, error: object, traceback: object, /) -> object: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None, /
+    ) -> None: ...
 
 
 class Listeners:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from verl_engine.contract.errors import ModelError
+from verl_engine.contract.model_code import why_not_loaded
 from verl_fsdp.forward.attention import PACKED_ATTENTION
 from verl_fsdp.model.lora import inject_adapters
 from verl_fsdp.model.value_head import auto_class, load_arguments, what_it_is
@@ -91,7 +92,8 @@ def _read(config: ShardedConfig, model_folder: Path, attention: str) -> PreTrain
         raise
     except Exception as error:  # transformers, safetensors and a model's own code raise all kinds
         raise ModelError(
-            f"model folder {model_folder} does not hold a {what_it_is(config)} that transformers can load: {error}"
+            f"model folder {model_folder} does not hold a {what_it_is(config)} that transformers can load: "
+            f"{why_not_loaded(error)}"
         ) from error
     _report(model, model_folder, info)
     return cast("PreTrainedModel", model)

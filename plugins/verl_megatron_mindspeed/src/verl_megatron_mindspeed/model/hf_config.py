@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import transformers
 
 from verl_engine.contract.errors import ModelError
+from verl_engine.contract.model_code import why_not_loaded
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,7 +38,9 @@ def read_hf_config(config: MegatronConfig, folder: Path) -> PreTrainedConfig:
     try:
         found = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises all kinds
-        raise ModelError(f"model folder {folder} holds no model config that transformers can read: {error}") from error
+        raise ModelError(
+            f"model folder {folder} holds no model config that transformers can read: {why_not_loaded(error)}"
+        ) from error
     hf_config = cast("PreTrainedConfig", found)
     if config.head == "value":
         _become_critic(hf_config, folder)

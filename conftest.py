@@ -4,31 +4,39 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from functools import cache
 from itertools import combinations
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+_ROOT = Path(__file__).parent
 _ORDER = ("ranks", "jobs")
 """Groups that come first; each stays in one worker. The other worker begins with the second."""
 _REPETITION = "__pytest_repeat_step_number"
 """The parameter that pytest-repeat adds."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+@pytest.hookimpl(tryfirst=True)  # before tests that are marked are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep tests of one kind together, so that ranks and clusters are started once and do not compete.
-
-    Tests that start ranks share those; whole jobs share a Ray cluster; all others stay with their module.
-    """
+    """Thin matrices out, and bring tests that belong to one worker together."""
     _thin_out(items)
-    groups = {item: _group(item) for item in items}
-    items.sort(key=lambda item: _ORDER.index(groups[item]) if groups[item] in _ORDER else len(_ORDER))
-    for item, group in groups.items():
-        item.add_marker(pytest.mark.xdist_group(group))
+    places = {item: _group(item.nodeid) for item in items}
+    items.sort(key=lambda item: _ORDER.index(places[item]) if places[item] in _ORDER else len(_ORDER))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each group to one worker, so that ranks and clusters are started once and do not compete."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    scheduler = LoadScopeScheduling(config, log)
+    scheduler._split_scope = _group  # noqa: SLF001 - what its documentation says a scheduler of one's own changes
+    return scheduler
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -46,10 +54,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             terminalreporter.write_line(f"no test failed in any of {times} runs")
 
 
-def _group(item: pytest.Item) -> str:
-    if isinstance(item, pytest.Function) and {"task", "cluster"} & set(item.fixturenames):
+def _group(nodeid: str) -> str:
+    return _group_of_module(nodeid.partition("::")[0])
+
+
+@cache
+def _group_of_module(path: str) -> str:
+    """Modules of whole jobs share a Ray cluster, those with tests that start ranks share ranks; others stand alone."""
+    source = (_ROOT / path).read_text(encoding="utf-8")
+    if "tests.end_to_end" in source:
         return "jobs"
-    return "ranks" if item.get_closest_marker("dist") else item.nodeid.partition("::")[0]
+    return "ranks" if "mark.dist" in source else path
 
 
 def _thin_out(items: list[pytest.Item]) -> None:

@@ -163,6 +163,14 @@ def test_triton_belongs_beside_a_gpu() -> None:
     assert find_conflicts(installed(torch="2.8.0", triton="3.4.0"), {"cpu": [], "cuda": ["H100"]}) == []
 
 
+@pytest.mark.fault(34)
+@pytest.mark.parametrize("others", [{"torch_npu": "2.8.0"}, {"torch_npu": "2.8.0", "triton_ascend": "3.2.0"}])
+def test_an_npu_keeps_the_module_triton(others: dict[str, str]) -> None:
+    [finding] = find_conflicts(installed(torch="2.8.0", triton="3.4.0", **others), {"cpu": []})
+    assert finding.mend.endswith("&& python -m pip install triton-ascend")
+    assert find_conflicts(installed(torch="2.8.0", torch_npu="2.8.0", triton_ascend="3.2.0"), {"cpu": []}) == []
+
+
 def test_torch_npu_says_which_torch_it_goes_with() -> None:
     [finding] = find_conflicts(installed(torch="2.8.0", torch_npu="2.7.1"), {"cpu": []})
     assert finding.text == "torch_npu 2.7.1 goes with torch 2.7.1, but torch 2.8.0 is installed"

@@ -173,19 +173,60 @@ def test_without_mindspeed_an_npu_is_refused_with_the_steps_to_install_it(tmp_pa
     assert "megatron" not in answer["loaded"]
 
 
+@pytest.mark.fault(34)
 def test_an_adaptor_that_fails_is_fatal_and_its_error_is_the_cause(tmp_path: Path) -> None:
     answer = failed(tmp_path, *BOTH, FAKE_MINDSPEED="fail")
     assert (
         "mindspeed.megatron_adaptor, without which Megatron does not run on an NPU, failed" in answer["first"]["text"]
     )
-    assert answer["first"]["cause"] == "OSError('libascendcl.so: cannot open shared object file')"
+    assert answer["first"]["cause"] == "ModuleNotFoundError(\"No module named 'triton'\")"
+    assert "pip install triton-ascend" in answer["first"]["text"]
 
 
-def test_a_repatch_that_stops_half_way_is_fatal(tmp_path: Path) -> None:
-    answer = failed(tmp_path, *BOTH, features='mindspeed={"features": {"use_fusion_attn_v2": True}}')
-    assert "repatch failed half way" in answer["first"]["text"]
-    assert "leave one out of engine.mindspeed.features=['use_fusion_attn_v2']" in answer["first"]["text"]
-    assert answer["first"]["cause"] == "RuntimeError('the patch of forward exist !')"
+@pytest.mark.fault(34)
+@pytest.mark.parametrize(
+    ("how", "cause", "is_conflict"),
+    [
+        ("conflict", "RuntimeError: the patch of LNImpl exist ! (", True),
+        ("break", "OSError: libopapi.so: cannot open shared object file (", False),
+    ],
+)
+def test_a_repatch_that_stops_half_way_is_fatal_and_says_what_failed(
+    tmp_path: Path, how: str, cause: str, is_conflict: bool
+) -> None:
+    features = 'mindspeed={"features": {"use_fusion_attn_v2": True}}'
+    text = failed(tmp_path, *BOTH, features=features, FAKE_MINDSPEED=how)["first"]["text"]
+    assert "repatch failed half way" in text
+    assert cause in text
+    assert ("leave one out of engine.mindspeed.features=['use_fusion_attn_v2']" in text) is is_conflict
+
+
+@pytest.mark.fault(34)
+def test_fp8_is_refused_before_anything_is_patched_where_megatron_lacks_a_part(tmp_path: Path) -> None:
+    code = """
+prepare = lambda: attempt(lambda: backend.prepare_process(config(transformer_options={"fp8": "e4m3"})))
+answer = {"refusal": prepare(), "loaded": loaded()}
+"""
+    answer = run_npu(tmp_path, code, *BOTH)
+    assert answer["refusal"]["error"] == "ConfigError"
+    assert (
+        "engine.transformer_options.fp8=e4m3: MindSpeed's FP8 layers import megatron.training"
+        in (answer["refusal"]["text"])
+    )
+    assert not {"mindspeed", "megatron"} & set(answer["loaded"])
+
+
+@pytest.mark.fault(34)
+def test_features_validate_each_config_that_is_made(tmp_path: Path) -> None:
+    code = """
+backend.prepare_process(config(mindspeed={"features": {"use_fusion_attn_v2": True, "sparse_mode": 1}}))
+from megatron.core.transformer.transformer_config import TransformerConfig
+try:
+    TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2)
+except AssertionError as error:
+    answer = {"text": str(error)}
+"""
+    assert run_npu(tmp_path, code, *BOTH) == {"text": "When use_flash_attn, only supports sparse modes 0 and 2"}
 
 
 def test_a_patch_that_was_left_out_is_found(tmp_path: Path) -> None:

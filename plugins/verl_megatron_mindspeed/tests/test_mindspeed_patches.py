@@ -6,19 +6,23 @@ import argparse
 import functools
 import importlib.metadata
 import importlib.util
+import re
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from verl_engine.contract.errors import ConfigError, PatchError
 from verl_engine.host.preparation.targets import ABSENT, Target
 from verl_megatron_mindspeed.mindspeed import adaptor
-from verl_megatron_mindspeed.mindspeed.fp8_weights import reset_weight_caches, use_weight_cache
-from verl_megatron_mindspeed.mindspeed.packages import MEGATRON_ADAPTOR, MINDSPEED, choose_package
+from verl_megatron_mindspeed.mindspeed.fp8_weights import check_fp8, reset_weight_caches, use_weight_cache
+from verl_megatron_mindspeed.mindspeed.packages import MEGATRON_ADAPTOR, MINDSPEED, choose_package, how_to_install
 from verl_megatron_mindspeed.mindspeed.patches import ForeignPatch
 from verl_megatron_mindspeed.mindspeed.stale_names import mend_stale_names
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 LAYERS = """
 class Base:
@@ -169,3 +173,35 @@ def test_the_package_is_the_one_that_is_asked_for_and_there(
         return
     with pytest.raises(PatchError, match=r"installed \(engine\.mindspeed\.adaptor=.* git clone -b core_r0\.17\.0"):
         choose_package(adaptor_name)
+
+
+@pytest.mark.fault(34)
+@pytest.mark.parametrize(
+    ("version", "repositories"),
+    [
+        ("0.16.1", ["MindSpeed"]),
+        ("0.17.0", ["MegatronAdaptor", "TransformerEngineNPU", "MindSpeed"]),
+        ("1.0.0", ["MegatronAdaptor", "TransformerEngineNPU", "MindSpeed"]),
+    ],
+)
+def test_the_install_line_names_all_packages_of_a_release_in_order(
+    monkeypatch: pytest.MonkeyPatch, version: str, repositories: list[str]
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
+    line = how_to_install()
+    assert re.findall(r"pip install -e \./(\w+)", line) == repositories
+    assert line.index("pip install triton-ascend") < line.index("git clone")
+
+
+@pytest.mark.fault(34)
+def test_fp8_needs_a_part_of_megatron_that_its_wheel_lacks_unless_layers_come_from_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    places = {"megatron": SimpleNamespace(submodule_search_locations=[str(tmp_path)])}
+    monkeypatch.setattr(importlib.util, "find_spec", places.get)
+    check_fp8(MINDSPEED, None)
+    check_fp8(MEGATRON_ADAPTOR, "e4m3")
+    with pytest.raises(ConfigError, match=r"transformer_options\.fp8=e4m3: .* wheel of megatron-core .* lacks"):
+        check_fp8(MINDSPEED, "e4m3")
+    (tmp_path / "training").mkdir()
+    check_fp8(MINDSPEED, "e4m3")

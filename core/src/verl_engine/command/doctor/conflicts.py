@@ -67,7 +67,15 @@ def _triton(installed: Mapping[str, Distribution], devices: Mapping[str, list[st
             "error",
             "triton",
             "triton and triton-ascend install the same package, and one overwrote the other",
-            "python -m pip uninstall triton",
+            "python -m pip uninstall -y triton triton-ascend && python -m pip install triton-ascend",
+        )
+    elif "torch-npu" in installed or "npu" in devices:
+        yield Finding(
+            "warning",
+            "triton",
+            f"triton {installed['triton'].version} is installed, and it knows no NPU: there the module triton comes "
+            "from triton-ascend, and MindSpeed imports it",
+            "python -m pip uninstall -y triton && python -m pip install triton-ascend",
         )
     elif not devices.keys() & {"cuda", "xpu"}:
         yield Finding(

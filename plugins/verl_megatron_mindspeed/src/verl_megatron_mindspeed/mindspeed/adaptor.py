@@ -6,11 +6,12 @@ import difflib
 import importlib
 import logging
 import sys
+import traceback
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from verl_engine.contract.errors import ConfigError, PatchError, PreparationConflictError
-from verl_megatron_mindspeed.mindspeed.fp8_weights import use_weight_cache
+from verl_megatron_mindspeed.mindspeed.fp8_weights import check_fp8, use_weight_cache
 from verl_megatron_mindspeed.mindspeed.packages import choose_package, how_to_install, version_of
 from verl_megatron_mindspeed.mindspeed.patches import read_patches
 from verl_megatron_mindspeed.mindspeed.post_check import check_patches
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from verl_megatron_mindspeed.config import MegatronConfig
     from verl_megatron_mindspeed.mindspeed.packages import AdaptorPackage
 
+_CONFLICT: Final = "exist !"
+"""How MindSpeed's error ends where two features replace one name."""
 _applied: dict[str, Any] = {}
 """What MindSpeed was told in this process; empty where it was not applied."""
 
@@ -32,9 +35,10 @@ def apply(config: MegatronConfig) -> None:
     Raises:
         PatchError: MindSpeed is not installed or failed, or some of Megatron is not patched. The process is then partly
             patched, and the host refuses it from here on.
-        ConfigError: MindSpeed has no such argument as one of ``engine.mindspeed.features``.
+        ConfigError: MindSpeed has no such argument as one of ``engine.mindspeed.features``, or cannot compute in FP8.
     """
     package = choose_package(config.mindspeed.adaptor)
+    check_fp8(package, config.transformer_options.get("fp8"))
     keys = repatch_keys(config)
     with _on_its_own():
         adaptor = _import_adaptor(package)
@@ -104,10 +108,15 @@ def _repatch(package: AdaptorPackage, adaptor: Any, keys: dict[str, Any], featur
     try:
         adaptor.repatch(keys)
     except (Exception, SystemExit) as cause:
+        place = traceback.extract_tb(cause.__traceback__)[-1]
+        advice = how_to_install()
+        if _CONFLICT in str(cause):
+            advice = (
+                f"Two features replace the same name; leave one out of engine.mindspeed.features={sorted(features)}"
+            )
         raise PatchError(
             f"{package.module}.repatch failed half way, which leaves some of Megatron patched and some not: "
-            f"{type(cause).__name__}: {cause}. If two features replace the same name, leave one out of "
-            f"engine.mindspeed.features={sorted(features)}"
+            f"{type(cause).__name__}: {cause} ({place.filename}:{place.lineno}). {advice}"
         ) from cause
 
 

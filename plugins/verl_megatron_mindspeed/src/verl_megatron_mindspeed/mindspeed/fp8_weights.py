@@ -1,14 +1,42 @@
-"""MindSpeed's cache of weights in FP8, which it forgets at each optimizer step: here it is told of other changes."""
+"""MindSpeed's FP8: what it needs, and its cache of weights, which is told here of changes besides optimizer steps."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
-from typing import Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 from verl_engine.contract.errors import ConfigError
+from verl_megatron_mindspeed.mindspeed.packages import MEGATRON_ADAPTOR, version_of
+
+if TYPE_CHECKING:
+    from verl_megatron_mindspeed.mindspeed.packages import AdaptorPackage
 
 _CACHE: Final = "mindspeed.te.pytorch.fp8.reuse"
+
+
+def check_fp8(package: AdaptorPackage, fp8: object) -> None:
+    """Check, before anything is patched, that FP8 can be computed. Imports nothing.
+
+    Args:
+        package: patches Megatron.
+        fp8: ``engine.transformer_options.fp8``.
+    Raises:
+        ConfigError: MindSpeed's own FP8 layers need a part of Megatron that is not in its wheels.
+    """
+    if not fp8 or package is MEGATRON_ADAPTOR or importlib.util.find_spec(MEGATRON_ADAPTOR.name) is not None:
+        return
+    spec = importlib.util.find_spec("megatron")
+    places = (spec and spec.submodule_search_locations) or ()
+    if not any((Path(place) / "training").is_dir() for place in places):
+        version = version_of("megatron-core") or "0.16.1"
+        raise ConfigError(
+            f"engine.transformer_options.fp8={fp8}: MindSpeed's FP8 layers import megatron.training, which the wheel "
+            f"of megatron-core {version} lacks; leave fp8 out, or install Megatron from its source: git clone -b "
+            f"core_v{version} https://github.com/NVIDIA/Megatron-LM && export PYTHONPATH=$PWD/Megatron-LM:$PYTHONPATH"
+        )
 
 
 def use_weight_cache() -> None:

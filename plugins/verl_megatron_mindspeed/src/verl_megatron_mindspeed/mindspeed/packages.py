@@ -11,6 +11,8 @@ from verl_engine.contract.errors import PatchError
 
 _TESTED_COMMIT: Final = "e4772499f7eb9fa9a68919dd1eaddef00e915b2d"
 """Of MindSpeed's branch core_r0.16.0."""
+_SPLIT: Final = (0, 17)
+"""From this Megatron-core on patches and layers are packages of their own, which MindSpeed needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +69,21 @@ def choose_package(adaptor: str) -> AdaptorPackage:
 
 
 def how_to_install() -> str:
-    """Say how MindSpeed is installed for the Megatron that is here."""
-    release = ".".join((version_of("megatron-core") or "0.16.1").split(".")[:2])
-    branch = f"core_r{release}.0"
-    commit = f"; tested at its commit {_TESTED_COMMIT[:12]}" if release == "0.16" else ""
+    """Say how MindSpeed, and what it needs, is installed for the Megatron that is here."""
+    major, minor = (version_of("megatron-core") or "0.16.1").split(".")[:2]
+    branch = f"core_r{major}.{minor}.0"
+    repositories = {"MindSpeed": branch}
+    if (int(major), int(minor)) >= _SPLIT:
+        repositories = {"MegatronAdaptor": branch, "TransformerEngineNPU": "main", **repositories}
+    commit = f"; tested at MindSpeed's commit {_TESTED_COMMIT[:12]}" if branch == "core_r0.16.0" else ""
+    steps = [
+        f"git clone -b {name} https://gitcode.com/Ascend/{repository} && pip install -e ./{repository}"
+        for repository, name in repositories.items()
+    ]
     return (
-        "Install it from Ascend's source, from the branch of your Megatron-core, at a commit that you write down: "
-        f"git clone -b {branch} https://gitcode.com/Ascend/MindSpeed && pip install -e ./MindSpeed{commit} (what is "
-        "called mindspeed on package indexes is a placeholder that refuses to be installed)"
+        "Install from Ascend's source, in this order, at commits that you write down: pip install triton-ascend && "
+        f"{' && '.join(steps)}{commit} (MindSpeed imports triton without asking for it; what is called mindspeed on "
+        "package indexes is a placeholder that refuses to be installed)"
     )
 
 

@@ -15,6 +15,7 @@ def get_mindspeed_args(get_defaults: bool = False) -> argparse.Namespace:
     parser.add_argument("--attention-mask-type", default="causal")
     parser.add_argument("--moe-alltoall-overlap-comm", action="store_true")
     parser.add_argument("--use-fusion-attn-v2", action="store_true")
+    parser.add_argument("--sparse-mode", type=int, default=0)
     parser.add_argument("--use-batch-invariant-ops", action="store_true")
     parser.add_argument("--use-flash-attn-npu-batch-invariant", action="store_true")
     args, unknown = parser.parse_known_args([]) if get_defaults else parser.parse_known_args()

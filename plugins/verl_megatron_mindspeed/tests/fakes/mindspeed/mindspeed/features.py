@@ -1,5 +1,6 @@
 """Which names are replaced, by the arguments: some of each kind that the original replaces."""
 
+import importlib
 import inspect
 from functools import wraps
 from typing import Any
@@ -71,6 +72,20 @@ def config_init_wrapper(init: Any) -> Any:
     return wrapper
 
 
+def config_post_init_wrapper(post_init: Any) -> Any:
+    """Let the features validate each config that is made; some change it."""
+
+    @wraps(post_init)
+    def wrapper(self: Any) -> None:
+        post_init(self)
+        if getattr(self, "use_flash_attn", False) and self.sparse_mode not in (0, 2):
+            raise AssertionError("When use_flash_attn, only supports sparse modes 0 and 2")
+        if self.use_fusion_attn_v2:
+            self.use_flash_attn = True
+
+    return wrapper
+
+
 def optimizer_wrapper(get: Any) -> Any:
     """Wrap without a change."""
 
@@ -109,6 +124,9 @@ def register_patches(manager: Any, args: Any) -> None:
     core = "megatron.core"
     attention = f"{core}.transformer.dot_product_attention.DotProductAttention"
     manager.register_patch(f"{core}.transformer.transformer_config.TransformerConfig.__init__", config_init_wrapper)
+    manager.register_patch(
+        f"{core}.transformer.transformer_config.TransformerConfig.__post_init__", config_post_init_wrapper
+    )
     manager.register_patch(f"{core}.extensions.transformer_engine.TELinear", TELinear)
     manager.register_patch(f"{core}.models.gpt.gpt_layer_specs.LNImpl", torch.nn.RMSNorm)
     manager.register_patch(f"{core}.optimizer.get_megatron_optimizer", optimizer_wrapper)
@@ -117,7 +135,7 @@ def register_patches(manager: Any, args: Any) -> None:
         manager.register_patch(attention, RingAttention)
     if getattr(args, "use_flash_attn", False) and ranks == 1:
         manager.register_patch(f"{attention}.forward", attention_forward)
-    if args.use_fusion_attn_v2:
-        manager.register_patch(f"{attention}.forward", attention_forward)
+    if getattr(args, "fp8_format", None):
+        importlib.import_module("megatron.training")
     if args.use_flash_attn_npu_batch_invariant:
         manager.register_patch(f"{attention}.forward", invariant_attention_forward)

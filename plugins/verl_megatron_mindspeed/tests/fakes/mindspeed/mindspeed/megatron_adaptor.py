@@ -24,8 +24,12 @@ def repatch(args: dict[str, Any]) -> None:
     for name, value in args.items():
         setattr(full, name, value)
     _patch(full)
+    if os.environ.get("FAKE_MINDSPEED") == "conflict":
+        MindSpeedPatchesManager.register_patch("megatron.core.models.gpt.gpt_layer_specs.LNImpl", object)
+    if os.environ.get("FAKE_MINDSPEED") == "break":
+        raise OSError("libopapi.so: cannot open shared object file")
 
 
 if os.environ.get("FAKE_MINDSPEED") == "fail":
-    raise OSError("libascendcl.so: cannot open shared object file")
+    raise ModuleNotFoundError("No module named 'triton'")
 _patch(get_mindspeed_args())

@@ -301,6 +301,33 @@ def test_a_patch_of_nothing_is_refused(model_folder: Path, ranks: RankPool) -> N
         assert "there is no rotate_halve in transformers.models.qwen3.modeling_qwen3" in message
 
 
+def patch_methods(rank: int, folder: Path) -> tuple[int, bool, str]:
+    """Replace a method of the norms; count those of the model that have another one, and look at the class."""
+    from transformers.models.qwen3 import modeling_qwen3 as modeling
+
+    home, plain = modeling.__name__, modeling.Qwen3RMSNorm.extra_repr
+    patch = {"target": f"{home}.Qwen3RMSNorm.extra_repr", "replacement": f"{home}.repeat_kv"}
+    model = cast("Any", build(rank, folder, module_patches=[patch]).engine).model
+    count = sum("extra_repr" in vars(module) for module in model.modules())
+    lacking = {"target": "torch.nn.Conv1d.extra_repr", "replacement": f"{home}.repeat_kv"}
+    return (
+        count,
+        modeling.Qwen3RMSNorm.extra_repr is plain,
+        refusal(lambda: build(rank, folder, module_patches=[lacking])),
+    )
+
+
+@pytest.mark.fault(35)
+@pytest.mark.dist
+def test_a_method_is_replaced_in_each_module_of_its_class_and_some_must_be_there(
+    model_folder: Path, ranks: RankPool
+) -> None:
+    for count, is_class_plain, message in ranks.run(patch_methods, model_folder):
+        assert count == 2 * 4 + 1, "two norms a layer, two of its queries and keys, and the last"
+        assert is_class_plain
+        assert "did not match the model: target='torch.nn.Conv1d.extra_repr'" in message
+
+
 @pytest.mark.dist
 def test_engines_of_a_process_must_agree_on_what_is_replaced(model_folder: Path, ranks: RankPool) -> None:
     for first, second in ranks.run(patched, model_folder):

@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch.distributed.tensor import DTensor
 
-from plugins.verl_fsdp_turbo.tests.on_ranks import build, prepare, refusal
+from plugins.verl_fsdp_turbo.tests.on_ranks import build, build_another, prepare, refusal
 from verl_engine.engine.checkpoints.export import export_checkpoint
 from verl_engine.engine.checkpoints.store import CheckpointStore
 from verl_engine.testing.conformance.driver import Driver, differences
@@ -82,6 +82,21 @@ def test_divided_experts_and_their_routers_train_as_whole_ones(
         assert norms == pytest.approx(norms_whole, rel=1e-4)
         for name, weight in weights.items():
             torch.testing.assert_close(weight, weights_whole[name], rtol=0, atol=1e-5, msg=name)
+
+
+def reductions_after(rank: int, folder: Path) -> bool:
+    """Build two engines; say whether torch's reductions are still torch's own."""
+    names = ("all_reduce", "reduce_scatter", "reduce_scatter_tensor")
+    plain = [getattr(torch.distributed, name) for name in names]
+    build(rank, folder, **EXPERTS)
+    build_another(rank, folder, forward_only=True, **EXPERTS)
+    return plain == [getattr(torch.distributed, name) for name in names]
+
+
+@pytest.mark.fault(35)
+@pytest.mark.dist
+def test_engines_with_experts_leave_the_reductions_of_others_as_they_are(tmp_path: Path, newer: RankPool) -> None:
+    assert all(newer.run(reductions_after, write_experts(tmp_path / "moe", 4)))
 
 
 def divided_in_another_torch(rank: int, folder: Path, release: str) -> Any:

@@ -89,7 +89,8 @@ class TurboEngine(FullyShardedEngine):
         pending = patches.without_done(values)
         fill = Materializer(model, device.torch_device).hold_back()
         try:
-            sharded: torch.nn.Module = self._library.main.FSDPTurbo(self._library.build_config(pending), model).model
+            with patches.keep_reductions():
+                wrapper = self._library.main.FSDPTurbo(self._library.build_config(pending), model)
         except (AssertionError, AttributeError, RuntimeError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
@@ -97,6 +98,7 @@ class TurboEngine(FullyShardedEngine):
                 f"fsdp_turbo cannot shard {type(model).__name__} as configured ({type(error).__name__}: {error})"
             ) from error
         patches.note_done(values)
+        sharded: torch.nn.Module = wrapper.model
         fill()
         self._check_precision(cast("FSDPModule", sharded), config)
         _average(cast("FSDPModule", sharded))

@@ -77,7 +77,6 @@ def _fsdp_plan(config: FsdpTurboConfig, num_ranks: int, device_kind: str) -> dic
         "pin_memory": plan.pin_memory and device_kind != "cpu",  # pinning needs an accelerator
         "num_to_forward_prefetch": plan.num_to_forward_prefetch,
         "num_to_backward_prefetch": plan.num_to_backward_prefetch,
-        "hook_modules": list(plan.hook_modules) or None,
         "fsdp_implementation": plan.fsdp_implementation,
         # Said outright: the library would take it from WORLD_SIZE, and divide by 0 where that is not set.
         "gradient_divide_factor": float(num_ranks),

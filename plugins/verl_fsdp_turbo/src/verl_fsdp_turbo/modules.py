@@ -43,7 +43,6 @@ def for_model(values: dict[str, Any], model: PreTrainedModel) -> dict[str, Any]:
     ep_plan = told["distributed"].get("ep_plan", {})
     for field, patterns in (
         ("fsdp_plan.apply_modules", fsdp_plan["apply_modules"]),
-        ("fsdp_plan.hook_modules", fsdp_plan["hook_modules"] or ()),
         ("ep_plan.apply_modules", ep_plan.get("apply_modules", ())),
         ("memory.recompute_plan", memory.get("recompute_plan", ())),
         ("memory.chunk_batch.apply_modules", memory.get("chunk_batch_plan", {}).get("apply_modules", ())),

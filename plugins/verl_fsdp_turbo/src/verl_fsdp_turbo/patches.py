@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import copy
 import importlib
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
+
+import torch.distributed as dist
 
 from verl_engine.contract.errors import ConfigError, UnsupportedError
 
@@ -15,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _FUNCTION_LISTS: Final = ("ulysses_function_patches", "loss_function_patches")
+
+_REDUCTIONS: Final = ("all_reduce", "reduce_scatter", "reduce_scatter_tensor")
 
 _done: dict[str, tuple[str, object]] = {}
 """By dotted path of what was replaced: by what, and the function that stands there since."""
@@ -58,6 +63,21 @@ def note_done(values: dict[str, Any]) -> None:
     """Remember what was replaced, after the library has done so."""
     for target, what in _wanted(values):
         _done[target] = (what, _resolve(target))
+
+
+@contextmanager
+def keep_reductions() -> Iterator[None]:
+    """Undo that the library wraps torch's reductions, once more with each engine that has experts.
+
+    Its wrapper plays an operation that some devices lack, and that this engine does not use; and it waits for all that
+    others of the process start asynchronously.
+    """
+    plain = {name: getattr(dist, name) for name in _REDUCTIONS}
+    try:
+        yield
+    finally:
+        for name, function in plain.items():
+            setattr(dist, name, function)
 
 
 def _wanted(values: dict[str, Any]) -> Iterator[tuple[str, str]]:

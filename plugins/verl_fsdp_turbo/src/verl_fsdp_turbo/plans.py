@@ -75,6 +75,7 @@ class FsdpPlan(Plan):
         "cast_forward_inputs": "inputs are always cast to engine.param_dtype",
         "cpu_offload": "engine.offload_policy and engine.forward_only decide it",
         "gradient_divide_factor": "it is the number of all ranks; other numbers give wrong gradients",
+        "hook_modules": "it has no effect where PyTorch shards, and the library's own implementation is refused",
         "ignored_modules": "the library never averages the gradients of what it leaves out of FSDP, so the copies on "
         "the ranks would drift apart",
     }
@@ -93,8 +94,6 @@ class FsdpPlan(Plan):
     """Modules that are gathered ahead in the forward, besides what ``fully_shard`` does by itself."""
     num_to_backward_prefetch: CountOrZero = 0
     """The same in the backward."""
-    hook_modules: tuple[ModulePattern, ...] = ()
-    """Patterns of the modules whose hooks gather and free what lies inside them, in place of that module's own."""
     fsdp_implementation: Literal["native"] = "native"
     """Who shards: PyTorch. The library's own implementation is refused."""
 

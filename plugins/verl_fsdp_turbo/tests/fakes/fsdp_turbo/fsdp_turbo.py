@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import sys
+import types
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,7 +31,7 @@ class FSDPTurbo(torch.nn.Module):
         if sizes.ulysses_parallel_size > 1:
             patch_functions(sizes.cp_plan, self.parallel_state.get_group("ulysses"))
         for patch in config.module_patches:
-            _patch(patch)
+            _patch(model, patch)
         if sizes.expert_parallel_size > 1:
             divide_experts(model, self.parallel_state.get_device_mesh("ep"), sizes.ep_plan)
             shard_experts(model, self.parallel_state.get_device_mesh("edp_efsdp"), sizes.ep_plan, sizes.fsdp_plan)
@@ -48,22 +51,28 @@ class FSDPTurbo(torch.nn.Module):
         """Nothing is held."""
 
 
-def _patch(patch: dict[str, Any]) -> None:
-    """Put one function in place of another, of a module or of a class in one."""
-    *path, name = patch["target"].split(".")
-    for split in range(len(path), 0, -1):
-        try:
-            holder: Any = importlib.import_module(".".join(path[:split]))
-        except ModuleNotFoundError:
-            continue
-        for part in path[split:]:
-            holder = getattr(holder, part, None)
-        if holder is None or not hasattr(holder, name):
-            break
-        module_name, _, function = patch["replacement"].rpartition(".")
-        setattr(holder, name, getattr(importlib.import_module(module_name), function))
-        return
-    raise RuntimeError(f"Configured module patch did not match the model: target={patch['target']!r}.")
+def _patch(model: torch.nn.Module, patch: dict[str, Any]) -> None:
+    """Replace a function of a module, with its other names; or a method of each module of the model's class."""
+    path, _, name = patch["target"].rpartition(".")
+    home, _, function = patch["replacement"].rpartition(".")
+    new = getattr(importlib.import_module(home), function)
+    try:
+        owner = importlib.import_module(path)
+    except ModuleNotFoundError:
+        home, _, kind = path.rpartition(".")
+        found = [each for each in model.modules() if isinstance(each, getattr(importlib.import_module(home), kind))]
+        for each in found:
+            setattr(each, name, types.MethodType(new, each))
+        if not found:
+            raise RuntimeError(
+                f"Configured module patch did not match the model: target={patch['target']!r}."
+            ) from None
+    else:
+        old = getattr(owner, name)
+        for module in list(sys.modules.values()):
+            for other, value in list(vars(module).items()):
+                if value is old:
+                    setattr(module, other, new)
 
 
 def _recompute(module: Any) -> None:
@@ -79,22 +88,32 @@ def _recompute(module: Any) -> None:
 
 def _chunk(module: Any, plan: Any) -> None:
     plain, dim, size = module.forward, plan.batch_dim, plan.chunk_mbs
+    indices, names = plan.chunk_arg_indexs or (), plan.chunk_kwarg_names or ()
 
-    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        cut_args = {index: args[index].split(size, dim) for index in plan.chunk_arg_indexs or ()}
-        cut_kwargs = {
-            name: kwargs[name].split(size, dim)
-            for name in plan.chunk_kwarg_names or ()
-            if isinstance(kwargs.get(name), torch.Tensor)
-        }
-        count = len(next(iter((*cut_args.values(), *cut_kwargs.values()))))
-        outputs = [
-            plain(
-                *(cut_args[index][part] if index in cut_args else value for index, value in enumerate(args)),
-                **(kwargs | {name: pieces[part] for name, pieces in cut_kwargs.items()}),
-            )
-            for part in range(count)
-        ]
-        return torch.cat(outputs, dim=dim)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        is_given = indices and len(args) > indices[0]
+        count = (args[indices[0]] if is_given else kwargs[names[0]]).shape[dim]
+        if count <= size:
+            return plain(*args, **kwargs)
+        outputs = []
+        for start in range(0, count, size):
+            length = min(size, count - start)
+            own = [_cut(each, dim, start, length) if index in indices else each for index, each in enumerate(args)]
+            named = {key: _cut(each, dim, start, length) if key in names else each for key, each in kwargs.items()}
+            outputs.append(plain(*own, **named))
+        if isinstance(outputs[0], torch.Tensor):
+            return torch.cat(outputs, dim=dim)
+        return type(outputs[0])(torch.cat(parts, dim=dim) for parts in zip(*outputs, strict=True))
 
     module.forward = forward
+
+
+def _cut(value: Any, dim: int, start: int, length: int) -> Any:
+    """Cut tensors, also those in tuples, lists and mappings."""
+    if isinstance(value, torch.Tensor):
+        return value.narrow(dim, start, length)
+    if isinstance(value, Mapping):
+        return {key: _cut(each, dim, start, length) for key, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_cut(each, dim, start, length) for each in value)
+    return value

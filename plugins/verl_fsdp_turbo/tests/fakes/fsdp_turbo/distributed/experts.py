@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_turbo.distributed.sharding import _DTYPES, offload_policy
 from fsdp_turbo.release import HAS
 from fsdp_turbo.utils.str_match import matching
+from fsdp_turbo.utils.torch_patch import apply_hccl_premul_sum_patch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -47,6 +48,7 @@ def divide_experts(model: torch.nn.Module, mesh: DeviceMesh, plan: Any) -> None:
 def shard_experts(model: torch.nn.Module, mesh: DeviceMesh, plan: Any, fsdp_plan: Any) -> None:
     """Shard each rank's experts over the ranks that have the same."""
     dtype = _DTYPES[fsdp_plan.param_dtype] if "expert_dtype" in HAS else torch.bfloat16
+    apply_hccl_premul_sum_patch()
     for _, module in matching(model, plan.apply_efsdp_modules, "Expert Fully Shard"):
         sharded: Any = fully_shard(
             module,

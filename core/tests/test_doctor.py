@@ -167,7 +167,7 @@ def test_triton_belongs_beside_a_gpu() -> None:
 @pytest.mark.parametrize("others", [{"torch_npu": "2.8.0"}, {"torch_npu": "2.8.0", "triton_ascend": "3.2.0"}])
 def test_an_npu_keeps_the_module_triton(others: dict[str, str]) -> None:
     [finding] = find_conflicts(installed(torch="2.8.0", triton="3.4.0", **others), {"cpu": []})
-    assert finding.mend.endswith("&& python -m pip install triton-ascend")
+    assert str(finding.mend).endswith("&& python -m pip install triton-ascend")
     assert find_conflicts(installed(torch="2.8.0", torch_npu="2.8.0", triton_ascend="3.2.0"), {"cpu": []}) == []
 
 

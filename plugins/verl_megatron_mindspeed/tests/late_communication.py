@@ -112,8 +112,13 @@ def _late_collectives() -> dict[Any, Any]:
                 yield manager
             return
         handles: list[_Handle] = []
+
+        def wait_for_all() -> None:
+            for handle in handles:
+                handle.wait()
+
         together.append(handles)
-        yield _Handle(lambda: [handle.wait() for handle in handles])
+        yield _Handle(wait_for_all)
         together.pop()
 
     found = [getattr(dist, name) for name in _COLLECTIVES.split()]

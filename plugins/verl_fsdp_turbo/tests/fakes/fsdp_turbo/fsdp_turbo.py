@@ -88,7 +88,7 @@ def _recompute(module: Any) -> None:
 
 def _chunk(module: Any, plan: Any) -> None:
     plain, dim, size = module.forward, plan.batch_dim, plan.chunk_mbs
-    indices, names = plan.chunk_arg_indexs or (), plan.chunk_kwarg_names or ()
+    indices, names = list(plan.chunk_arg_indexs or ()), list(plan.chunk_kwarg_names or ())
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         is_given = indices and len(args) > indices[0]

@@ -17,8 +17,9 @@ calls: list[float] = []
 
 def clip_grad_norm(model: torch.nn.Module, max_norm: float, norm_type: float = 2.0, group: Any = None) -> float:
     """Clip, and return the norm before; a model that clips by itself does."""
-    if hasattr(model, "clip_grad_norm_"):
-        return float(model.clip_grad_norm_(max_norm=max_norm, norm_type=norm_type))
+    own: Any = getattr(model, "clip_grad_norm_", None)
+    if own is not None:
+        return float(own(max_norm=max_norm, norm_type=norm_type))
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     norm = compute_grad_norm(parameters, norm_type, group)
     clip_grad_by_norm(parameters, max_norm, norm)

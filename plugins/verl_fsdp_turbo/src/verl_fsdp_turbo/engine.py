@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from verl_engine.contract.errors import ConfigError
+from verl_engine.contract.errors import ConfigError, ModelError
 from verl_fsdp.forward.micro_batch import output_of
 from verl_fsdp.fsdp2.engine import FullyShardedEngine
 from verl_fsdp.fsdp2.gradient_sync import fsdp_modules
 from verl_fsdp.mesh import Meshes, divide_data
+from verl_fsdp.model.float32_parts import float32_parameters
 from verl_fsdp.model.loading import load_model
 from verl_fsdp.model.materialize import Materializer
 from verl_fsdp.update.held_gradients import choose_sync
@@ -85,6 +86,13 @@ class TurboEngine(FullyShardedEngine):
 
         Collectives: those of the library and of `Materializer`.
         """
+        kept = sorted(float32_parameters(model, config))
+        if kept:
+            raise ModelError(
+                f"engine.param_dtype={config.param_dtype}: transformers keeps {', '.join(kept[:3])} of "
+                f"{type(model).__name__} in float32, and the library gathers all in one dtype; use float32, or the "
+                "backend fsdp2"
+            )
         values = for_model(self._values, model)
         pending = patches.without_done(values)
         fill = Materializer(model, device.torch_device).hold_back()

@@ -9,8 +9,9 @@ import torch
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 from verl_fsdp.fsdp1.weight_table import WeightTable
-from verl_fsdp.model.blocks import blocks
+from verl_fsdp.model.blocks import blocks, in_sharding_order
 from verl_fsdp.model.compiled import compile_block
+from verl_fsdp.model.float32_parts import float32_modules
 from verl_fsdp.model.materialize import Materializer
 from verl_fsdp.model.recompute import enable_recompute
 
@@ -28,7 +29,8 @@ def shard(
 ) -> tuple[FullyShardedDataParallel, WeightTable]:
     """Fill and wrap each block, then what is left. Collectives: those of `Materializer`.
 
-    Parameters are gathered in ``param_dtype`` and reduced in float32; what each rank keeps of them is float32.
+    Parameters are gathered in ``param_dtype``, or in float32 where transformers keeps that, and reduced in float32;
+    what each rank keeps of them is float32.
 
     Returns:
         The wrapped model, and what its weights were before: wrapping changes their names and shapes.
@@ -38,11 +40,16 @@ def shard(
     table = WeightTable.of(model)
     settings = _settings(config, mesh, device)
     parents = _parents(model)
-    for block in blocks(model, config):
-        materialize(block)
-        compile_block(block, config)
-        for parent, name in parents[id(block)]:
-            setattr(parent, name, _wrap(block, settings))
+    precise, found = float32_modules(model, config), blocks(model, config)
+    for module in in_sharding_order(model, found, precise):
+        materialize(module)
+        if module in found:
+            compile_block(module, config)
+        wrapped = _wrap(
+            module, settings | {"mixed_precision": _precision(torch.float32)} if module in precise else settings
+        )
+        for parent, name in parents[id(module)]:
+            setattr(parent, name, wrapped)
     materialize(model)
     return _wrap(model, settings), table
 
@@ -53,19 +60,24 @@ def _settings(config: FsdpConfig, mesh: DeviceMesh, device: torch.device) -> dic
     return {
         "process_group": groups,
         "sharding_strategy": strategy,
-        "mixed_precision": MixedPrecision(
-            param_dtype=getattr(torch, config.param_dtype),
-            reduce_dtype=torch.float32,
-            # What goes in are ids, and what the model hands on it computed itself, in the right dtype. A cast would
-            # rebuild every argument, dataclasses among them.
-            cast_forward_inputs=False,
-            cast_root_forward_inputs=False,
-        ),
+        "mixed_precision": _precision(getattr(torch, config.param_dtype)),
         "device_id": device,
         "backward_prefetch": _PREFETCH[config.backward_prefetch],
         "forward_prefetch": config.forward_prefetch,
         "use_orig_params": True,  # the optimizer sees the model's own parameters, trained and frozen ones in one block
     }
+
+
+def _precision(dtype: torch.dtype) -> MixedPrecision:
+    """Gather parameters in a dtype, and reduce gradients in float32."""
+    return MixedPrecision(
+        param_dtype=dtype,
+        reduce_dtype=torch.float32,
+        # What goes in are ids, and what the model hands on it computed itself, in the right dtype. A cast would
+        # rebuild every argument, dataclasses among them.
+        cast_forward_inputs=False,
+        cast_root_forward_inputs=False,
+    )
 
 
 def _strategy(config: FsdpConfig, mesh: DeviceMesh) -> tuple[ShardingStrategy, Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from verl_fsdp.model.blocks import blocks, outermost
+from verl_fsdp.model.blocks import blocks, in_sharding_order, outermost
 from verl_fsdp.model.compiled import compile_block
+from verl_fsdp.model.float32_parts import float32_modules
 from verl_fsdp.model.materialize import Materializer
 from verl_fsdp.model.recompute import enable_recompute
 
@@ -19,19 +20,25 @@ if TYPE_CHECKING:
     from verl_fsdp.config import Fsdp2Config
 
 
+_FLOAT32: Final = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
+
+
 def shard(model: PreTrainedModel, config: Fsdp2Config, mesh: DeviceMesh, device: torch.device) -> FSDPModule:
     """Fill and shard each block, then what is left. Collectives: those of `Materializer`.
 
-    Parameters are gathered in ``param_dtype`` and reduced in float32; what each rank keeps of them is float32.
+    Parameters are gathered in ``param_dtype``, or in float32 where transformers keeps that, and reduced in float32;
+    what each rank keeps of them is float32.
     """
     settings = _settings(config, mesh, device)
     enable_recompute(model, config)
+    precise = float32_modules(model, config)
     materialize = Materializer(model, device)
     found = blocks(model, config)
-    for block in found:
-        materialize(block)
-        compile_block(block, config)
-        fully_shard(block, **settings)
+    for module in in_sharding_order(model, found, precise):
+        materialize(module)
+        if module in found:
+            compile_block(module, config)
+        fully_shard(module, **(settings | {"mp_policy": _FLOAT32} if module in precise else settings))
     materialize(model)
     root = fully_shard(model, **settings)
     _set_prefetch(root, cast("list[FSDPModule]", outermost(found)), config)

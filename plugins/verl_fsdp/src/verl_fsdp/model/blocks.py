@@ -66,6 +66,12 @@ def own_blocks(model: PreTrainedModel, remedy: str) -> list[torch.nn.Module]:
     return alone
 
 
+def in_sharding_order(model: torch.nn.Module, *chosen: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Merge lists of modules, each once: of two that lie one inside the other the inner comes first."""
+    wanted = {id(module) for modules in chosen for module in modules}
+    return list({id(module): module for module in _inner_first(model) if id(module) in wanted}.values())
+
+
 def _named(model: PreTrainedModel, wrap: tuple[str, ...]) -> list[torch.nn.Module]:
     """Return the modules that the user chose, but for an adapter's own.
 

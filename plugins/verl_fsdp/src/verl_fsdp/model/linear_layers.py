@@ -41,7 +41,7 @@ def linear_layers(model: PreTrainedModel) -> tuple[list[str], dict[str, str]]:
             continue
         elif kind.forward is not torch.nn.Linear.forward:
             others[name] = f"a {kind.__name__}, whose forward is its own"
-        elif end in _weights_used(type(modules[parent])):
+        elif end in weights_used(type(modules[parent])):
             others[name] = f"{type(modules[parent]).__name__} uses its weight without calling it"
         else:
             adaptable.append(name)
@@ -54,7 +54,7 @@ def value_head(model: torch.nn.Module) -> str | None:
 
 
 @cache
-def _weights_used(kind: type[torch.nn.Module]) -> frozenset[str]:
+def weights_used(kind: type[torch.nn.Module]) -> frozenset[str]:
     """Name the members whose weight a class computes with itself, as fused kernels do: an adapter would not count."""
     found: set[str] = set()
     for base in kind.__mro__:

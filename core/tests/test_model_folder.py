@@ -97,6 +97,23 @@ def test_a_file_that_cannot_be_written_costs_no_weights(
     assert "tokenizer.model cannot be written (refused)" in caplog.text
 
 
+@pytest.mark.fault(12)
+def test_weights_that_transformers_cannot_write_are_saved_as_they_are(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = engine_of(source)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError("refused")
+
+    monkeypatch.setattr(transformers.Qwen3ForCausalLM, "save_pretrained", refuse)
+    engine.save_pretrained(tmp_path / "saved")
+    assert "transformers cannot write the model (ValueError: refused)" in caplog.text
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    state = engine.module.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in again.state_dict().items())
+
+
 @pytest.mark.fault(10)
 def test_a_saved_critic_is_a_token_classifier_with_one_label(tmp_path: Path) -> None:
     source = write_tiny_model(tmp_path / "source")

@@ -168,3 +168,12 @@ def test_an_adapters_dropout_is_drawn_without_the_models(tmp_path: Path) -> None
     dropouts = [module for module in drawing.values() if isinstance(module, torch.nn.Dropout)]
     assert len(dropouts) == 2 * 7
     assert {module.p for module in dropouts} == {0.5}
+
+
+@pytest.mark.fault(1)
+def test_a_folder_that_brings_an_adapter_of_its_own_is_refused(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, "qwen3", head_dim=8)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(folder)
+    with pytest.raises(ModelError, match=r"holds an adapter beside the model .adapter_config.json"):
+        load_model(Fsdp2Config(device="cpu"), folder, attention="eager")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -14,6 +16,8 @@ from verl_engine.engine.weights.module_weights import is_first_rank, kept_by_fir
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+_log: Final = logging.getLogger(__name__)
 
 
 class ModelFolderWriter:
@@ -41,13 +45,29 @@ class ModelFolderWriter:
                 model.save_pretrained(partial, state_dict=state)
                 return
             dtype = main_dtype(tensor.dtype for tensor in state.values())
-            with _weights_only(model):
-                model.save_pretrained(partial, state_dict=state)
+            _write_weights(model, state, partial)
             name = type(model).__name__.removeprefix("FSDP")  # fully_shard makes a class of its own
             is_critic = name.endswith("ForTokenClassification")
             self._files.write(partial, saved_config(_own(source, model.config), dtype, [name], is_critic=is_critic))
 
         write_folder(folder, write)
+
+
+def _write_weights(model: Any, state: dict[str, torch.Tensor], partial: Path) -> None:
+    """Let transformers write the weights; where it cannot name them as folders do, they keep the names they have."""
+    try:
+        with _weights_only(model):
+            model.save_pretrained(partial, state_dict=dict(state))
+    except OSError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever it is, a trained model is not to be lost by it
+        from safetensors.torch import save_file  # comes with transformers
+
+        _log.warning("transformers cannot write the model (%s: %s): saved as it is", type(error).__name__, error)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        whole = {name: tensor.contiguous() for name, tensor in state.items()}
+        save_file(whole, partial / "model.safetensors", {"format": "pt"})
 
 
 def main_dtype(dtypes: Iterable[torch.dtype]) -> str:

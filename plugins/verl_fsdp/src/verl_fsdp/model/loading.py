@@ -87,6 +87,7 @@ def _read(config: ShardedConfig, model_folder: Path, attention: str) -> PreTrain
                 trust_remote_code=False,
                 output_loading_info=True,
             )
+            _require_plain(model, model_folder)
             _finish(model, config)
     except ModelError:
         raise
@@ -97,6 +98,24 @@ def _read(config: ShardedConfig, model_folder: Path, attention: str) -> PreTrain
         ) from error
     _report(model, model_folder, info)
     return cast("PreTrainedModel", model)
+
+
+def _require_plain(model: Any, model_folder: Path) -> None:
+    """Refuse what could not be trained, or not be saved as it was: adapters that the folder brings, narrow integers.
+
+    Raises:
+        ModelError: it is so.
+    """
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ModelError(
+            f"model folder {model_folder} holds an adapter beside the model (adapter_config.json); merge it first "
+            "(peft's merge_and_unload), or take its files out of the folder"
+        )
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise ModelError(
+            f"model folder {model_folder} holds quantized weights; start from a folder whose weights are float32, "
+            "bfloat16 or float16"
+        )
 
 
 def _skeleton(

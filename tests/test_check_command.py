@@ -64,6 +64,7 @@ def test_a_table_with_what_was_skipped_and_why(
         (["fsdp2", "no_such_field=1"], "error: engine.no_such_field is not a known key"),
         (["fsdp2", "--only", "no/such"], "error: --only no/such: no check's name starts with it; topics are"),
         (["fsdp2", "--ranks", "0"], "error: ranks=0 must be at least 1"),
+        (["fsdp2", "--ranks", "1000000000"], "error: ranks=1000000000 must be at most 1024"),
         (["fsdp2", "--timeout", "0"], "error: timeout=0.0 must be a number of seconds above 0"),
         (["fsdp2", "--timeout", "nan"], "error: timeout=nan must be a number of seconds above 0"),
     ],

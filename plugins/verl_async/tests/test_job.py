@@ -128,6 +128,7 @@ def test_numbers_have_upper_bounds(recipe: Path, setting: str) -> None:
         (f"data.prompts={'x/' * 3000}", "and a whole path 4095"),
         ('evaluation.prompts="a\\0b"', "cannot hold the character NUL"),
         ('model.path=""', "model.path='': must not be empty"),
+        ("model.path=0", "must be a text that names a file or folder"),
     ],
 )
 def test_a_path_that_cannot_be_is_named(recipe: Path, setting: str, expected: str) -> None:

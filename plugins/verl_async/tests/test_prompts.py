@@ -108,6 +108,7 @@ def without(column: str) -> dict[str, Any]:
     [
         ("{broken", "not valid JSON (Expecting property name"),
         ("[1]", "the line is [1]; expected one JSON object a line"),
+        ('{"data_source": 1e999}', "not valid JSON (1e999 is larger than any number"),
         ("[" * 100_000, "not valid JSON (maximum recursion"),
         (b'"\xff"', "not UTF-8 text (invalid start byte at byte 1)"),
         (without("prompt"), "no column 'prompt'; columns found: data_source, ability, reward_model, extra_info"),

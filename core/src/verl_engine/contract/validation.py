@@ -15,6 +15,12 @@ if TYPE_CHECKING:
 
 Model = TypeVar("Model", bound=BaseModel)
 _LONGEST_VALUE = 100
+_WORDS = {
+    "bool_type": "must be true or false",
+    "path_type": "must be a text that names a file or folder",
+    "tuple_type": "must be a list",
+}
+"""What pydantic says of Python's types, in YAML's."""
 
 
 def validate(model_class: type[Model], data: Mapping[str, Any], at: str = "") -> Model:
@@ -114,10 +120,8 @@ def _describe(place: _Place, error: ErrorDetails) -> str:
         case "missing":
             is_item = isinstance(error["loc"][-1], int)
             return f"is missing{': the list is too short' if is_item else _meaning(place)}"
-        case "tuple_type":
-            return "must be a list"
-        case "bool_parsing" | "bool_type":
-            return "must be true or false"
+        case kind if kind in _WORDS:
+            return _WORDS[kind]
         case "extra_forbidden":
             return _describe_unknown_key(place)
         case "model_type" | "model_attributes_type" | "dataclass_type":

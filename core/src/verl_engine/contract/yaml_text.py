@@ -30,7 +30,7 @@ _SCALARS: Final = {
 """By type what a scalar without quotes looks like, and the characters that it begins with; the first that fits."""
 DEEPEST: Final = 50
 """How deep values may lie in each other."""
-_MOST_VALUES: Final = 100_000
+_MOST_VALUES: Final = 10_000
 _MOST_DIGITS: Final = 100
 _OTHER_BREAKS: Final = re.compile("[\x85\u2028\u2029]")
 
@@ -162,8 +162,9 @@ def _scalar(node: yaml.ScalarNode) -> object:
 
 
 def _integer(node: yaml.ScalarNode, text: str) -> int:
-    if len(text) > _MOST_DIGITS:
-        raise _error(node, f"a number of {len(text)} digits; at most {_MOST_DIGITS} are read")
+    num_digits = len(text.lstrip("+-"))
+    if num_digits > _MOST_DIGITS:
+        raise _error(node, f"a number of {num_digits} digits; at most {_MOST_DIGITS} are read")
     return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
 
 

@@ -8,7 +8,7 @@ import time
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from verl_engine.contract.errors import ConfigError, PluginError, UnknownPluginError
 from verl_engine.contract.names import BACKENDS_GROUP
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from verl_engine.contract.backend import BackendSpec
     from verl_engine.contract.engine_config import EngineConfig
     from verl_engine.testing.conformance.check import Phase
+
+_MOST_RANKS: Final = 1024
 
 
 class ConformanceKit(AbstractContextManager["ConformanceKit"]):
@@ -51,13 +53,15 @@ class ConformanceKit(AbstractContextManager["ConformanceKit"]):
             lender: gives so many ranks that others use too, for backends that prepare nothing in a process; without it
                 the kit starts its own.
         Raises:
-            ConfigError: `ranks` is below 1, `timeout_s` is no time, or the settings do not fit, do not divide the
-                ranks, or ask for another dtype than float32.
+            ConfigError: `ranks` is below 1 or far too large, `timeout_s` is no time, or the settings do not fit, do not
+                divide the ranks, or ask for another dtype than float32.
             UnknownPluginError: nothing installed has the name.
             DuplicatePluginError: two distributions have it.
         """
         if ranks < 1:
             raise ConfigError(f"ranks={ranks} must be at least 1")
+        if ranks > _MOST_RANKS:
+            raise ConfigError(f"ranks={ranks} must be at most {_MOST_RANKS}: all are processes of this machine")
         if not 0 < timeout_s < math.inf:
             raise ConfigError(f"timeout={timeout_s} must be a number of seconds above 0")
         if (settings or {}).get("param_dtype", "float32") != "float32":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -127,7 +128,7 @@ def _parse_line(line: bytes, where: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 text ({error.reason} at byte {error.start}); {expected}") from error
     try:
-        values = json.loads(text, object_pairs_hook=_each_once)
+        values = json.loads(text, object_pairs_hook=_each_once, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not valid JSON ({error}): {shorten(text.strip())}; {expected}") from error
     if not isinstance(values, dict):
@@ -146,6 +147,13 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice")
     return values
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if number in (math.inf, -math.inf):
+        raise ValueError(f"{text} is larger than any number that can be held")
+    return number
 
 
 def _is_deeper(value: object, depth: int) -> bool:

@@ -92,8 +92,7 @@ def same(expected: object, value: object) -> bool:
             key in value and same(item, value[key]) for key, item in expected.items()
         )
     if isinstance(expected, list):
-        is_list = isinstance(value, list | tuple) and len(value) == len(expected)
-        return is_list and all(map(same, expected, value))  # type: ignore[arg-type]
+        return isinstance(value, list | tuple) and len(value) == len(expected) and all(map(same, expected, value))
     if isinstance(value, Path):
         return isinstance(expected, str) and value == Path(expected).expanduser().absolute()
     if isinstance(expected, bool) or isinstance(value, bool) or not isinstance(expected, int | float):

@@ -123,10 +123,10 @@ def _whole(self: Any, *, input_ids: torch.Tensor, **_: Any) -> Any:
 
 @pytest.mark.usefixtures("only_stand_in")
 @pytest.mark.dist
-def test_a_model_that_does_not_split_tokens_is_found_out(model_folder: Path, ranks: RankPool) -> None:
-    for message in ranks.run(without_a_patch, model_folder):
+def test_a_model_that_does_not_split_tokens_is_found_out(model_folder: Path, patching: RankPool) -> None:
+    for message in patching.run(without_a_patch, model_folder):
         assert "its forward does not split sequences over ranks as it was said to" in message
-    ranks.close()  # attention is wrapped twice in there
+    patching.close()  # attention is wrapped twice in there
 
 
 QWEN3_5: Final = "transformers.models.qwen3_5.modeling_qwen3_5"

@@ -80,8 +80,10 @@ class _Forgiving(io.TextIOBase):
 def main() -> None:
     """Serve until the job ends, then end at once, whatever still runs."""
     sys.stdout, sys.stderr = _Forgiving(sys.stdout), _Forgiving(sys.stderr)
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)  # what the function starts must not hold the pipe open
     with suppress(EOFError, OSError):
-        _Server(Connection(int(sys.argv[1]))).run()
+        _Server(Connection(descriptor)).run()
     os._exit(0)
 
 

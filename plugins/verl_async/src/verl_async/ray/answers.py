@@ -52,7 +52,7 @@ async def answer(reference: ObjectRef[Any], who: str) -> Any:
             "trainer.max_tokens_per_micro_batch or rollout.max_batch_prompts"
         ) from error
     except RayError as error:
-        raise ActorError(f"{who} could not be reached: {_shortened(str(error))}") from error
+        raise ActorError(f"{who} could not be reached: {shortened(str(error))}") from error
 
 
 async def answers(references: Sequence[ObjectRef[Any]], names: Sequence[str]) -> list[Any]:
@@ -97,13 +97,13 @@ def _reason(error: RayError) -> str:
     text = " ".join(str(error).split())
     process = re.search(r"\bpid: (\d+)", text)
     detail = text.partition("Worker exit detail: ")[2] or text
-    happened = _shortened(detail.partition(" Some common causes")[0].rstrip("."))
+    happened = shortened(detail.partition(" Some common causes")[0].rstrip("."))
     if isinstance(error, OutOfMemoryError) or "running low on memory" in text:
         happened = "Ray ended it, for the machine ran low on memory"
     return f"{f' (process {process[1]})' if process else ''}: {happened}"
 
 
-def _shortened(text: str) -> str:
+def shortened(text: str) -> str:
     """Keep the beginning of a text of Ray's; all of it is in the traceback."""
     text = " ".join(text.split())
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"

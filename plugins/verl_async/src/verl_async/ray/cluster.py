@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import ray
 
 from verl_async.asynchrony.waiting import end
-from verl_async.ray.answers import ActorError
+from verl_async.ray.answers import ActorError, shortened
 from verl_async.ray.local_cluster import LocalCluster, token_in
 from verl_async.termination import signals_as_interrupt
 from verl_engine.contract.errors import ConfigError, StuckError
@@ -105,7 +105,7 @@ def _connect(config: RayConfig, num_actors: int) -> tuple[Cluster, str]:
         raise
     except Exception as error:
         # Ray raises whatever comes up, a bare Exception too.
-        reason = f"({type(error).__name__}: {error})"
+        reason = f"({shortened(f'{type(error).__name__}: {error}')})"
         if address is None:
             raise ConfigError(f"Ray could not start a cluster on this machine {reason}") from error
         raise ConfigError(

@@ -297,3 +297,16 @@ def test_a_command_that_lacks_a_requirement_says_how_to_install_it(
     error = capsys.readouterr().err
     assert "error: command 'lack' of lacking 1.0 cannot run: ModuleNotFoundError: No module named 'no_such" in error
     assert 'install what it needs: python -m pip install "no-such-thing>=2"' in error
+
+
+@pytest.mark.fault(13)
+@pytest.mark.parametrize(
+    ("redirection", "code"), [("| true", {0, 1, 141}), (">&-", {0}), (">&- 2>&-", {0}), ("> /dev/full", {2})]
+)
+def test_output_that_nobody_reads_gives_no_traceback(redirection: str, code: set[int]) -> None:
+    command = f'"$@" {redirection}; exit "${{PIPESTATUS[0]}}"'
+    arguments = ["bash", "-c", command, "bash", sys.executable, "-m", "verl_engine", "backends"]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert done.returncode in code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr

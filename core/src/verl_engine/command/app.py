@@ -10,10 +10,10 @@ import argparse
 import os
 import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from verl_engine import __version__
+from verl_engine.command.streams import flush_streams, open_closed_streams
 from verl_engine.contract.errors import EngineError
 
 if TYPE_CHECKING:
@@ -41,46 +41,30 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     Raises:
         SystemExit: always. 0 is success, 2 an error that the user can mend, 130 an interruption with Ctrl-C.
     """
-    _open_closed_streams()
+    open_closed_streams()
     words = sys.argv[1:] if arguments is None else list(arguments)
     # Options in front of the subcommand are ours, all that follows is the subcommand's.
     split = next((index for index, word in enumerate(words) if not word.startswith("-")), len(words))
     options = _parse(words[:split])
+    wants_traceback = options.debug or os.environ.get("VERL_ENGINE_DEBUG", "") not in {"", "0"}
     try:
         code = _dispatch(options, words[split:])
     except EngineError as error:
-        wants_traceback = options.debug or os.environ.get("VERL_ENGINE_DEBUG", "") not in {"", "0"}
-        with suppress(OSError, SystemExit):  # rich exits where nobody reads
-            _print_error(error, wants_traceback)
+        _print_error(error, wants_traceback)
         code = USER_ERROR
     except KeyboardInterrupt:
         code = INTERRUPTED
     except BrokenPipeError:  # as in `verl-engine plugins | head`
         code = BROKEN_PIPE
-    _flush_streams()
+    except OSError as error:  # such as a full disk
+        failure = EngineError(str(error))
+        failure.__cause__ = error
+        _print_error(failure, wants_traceback)
+        code = USER_ERROR
+    if (reason := flush_streams()) is not None and code == 0:
+        _print_error(EngineError(reason), wants_traceback)
+        code = USER_ERROR
     sys.exit(code)
-
-
-def _open_closed_streams() -> None:
-    """Give a process that was started with a stream closed one that goes nowhere: the next file opened would be it."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - until the process ends
-
-
-def _flush_streams() -> None:
-    """Write what is left; where nobody reads, Python would complain at its end, and change the exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
@@ -122,7 +106,8 @@ def _print_error(error: EngineError, wants_traceback: bool) -> None:
     from rich.text import Text  # as above
 
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    console.print(Text.assemble(("error: ", "bold red"), (str(error) or type(error).__name__, "red")))
+    with suppress(OSError, SystemExit):  # rich exits where nobody reads
+        console.print(Text.assemble(("error: ", "bold red"), (str(error) or type(error).__name__, "red")))
     if wants_traceback:
         import traceback  # as above
 

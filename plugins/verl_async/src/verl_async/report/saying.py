@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import sys
 
 import typer
 
+from verl_engine.command.streams import silence
 from verl_engine.contract.errors import EngineError
 
 
 def say(text: str) -> None:
     """Print a line on standard output, if anybody reads it."""
-    with suppress(OSError, ValueError):
+    try:
         typer.echo(text)
+    except (OSError, ValueError):
+        silence(sys.stdout)
 
 
 def warn(text: str) -> None:
     """Print a warning on standard error, if anybody reads it."""
-    with suppress(OSError, ValueError):
+    try:
         typer.secho(f"warning: {text}", err=True, fg="yellow")
+    except (OSError, ValueError):
+        silence(sys.stderr)
 
 
 def describe(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from tests.end_to_end import Cluster, Task
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 
@@ -47,10 +48,23 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Start a Ray cluster for jobs that end by themselves: starting one takes longer than most of them."""
-    with Cluster.start(tmp_path_factory.mktemp("cluster")) as cluster:
-        yield cluster
+def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Cluster]]:
+    """Give a function that returns a Ray cluster: the same one for as long as it lives."""
+    with ExitStack() as stack:
+        started: list[Cluster] = []
+
+        def living() -> Cluster:
+            if not started or not started[-1].is_alive:
+                started.append(stack.enter_context(Cluster.start(tmp_path_factory.mktemp("cluster"))))
+            return started[-1]
+
+        yield living
+
+
+@pytest.fixture
+def cluster(clusters: Callable[[], Cluster]) -> Cluster:
+    """A Ray cluster for jobs that end by themselves: starting one takes longer than most of them."""
+    return clusters()
 
 
 def _write_lines(path: Path, rows: list[dict[str, Any]]) -> None:

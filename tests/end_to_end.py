@@ -58,6 +58,10 @@ class Cluster:
     """File that lets a job in."""
 
     @property
+    def is_alive(self) -> bool:
+        return _answers(int(self.address.rpartition(":")[2]))
+
+    @property
     def environment(self) -> dict[str, str]:
         """What its processes and its jobs have in common."""
         return {
@@ -78,12 +82,13 @@ class Cluster:
         cluster.token.write_text(secrets.token_hex(32), encoding="ascii")
         command = (
             COMMAND.with_name("ray"), "start", "--head", "--block", f"--port={port}", "--node-ip-address=127.0.0.1",
-            "--include-dashboard=false", "--num-cpus=4", "--object-store-memory=100000000", "--disable-usage-stats",
+            "--ray-client-server-port=0", "--include-dashboard=false", "--num-cpus=4",
+            "--object-store-memory=100000000", "--disable-usage-stats",
         )  # fmt: skip
         environment = {**os.environ, **ENVIRONMENT, **cluster.environment, MARK: cluster.mark}
         head = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
-            assert eventually(lambda: _answers(port), 60.0), "the cluster does not start"
+            assert eventually(lambda: cluster.is_alive, 60.0), "the cluster does not start"
             yield cluster
         finally:
             head.terminate()

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import uuid
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,14 +75,12 @@ class Cluster:
     @contextmanager
     def start(cls, folder: Path) -> Iterator[Cluster]:
         """Start one, on the loopback interface only; leaving ends it, and whatever it has started."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port, other_port = _free_ports(2)
         cluster = cls(f"127.0.0.1:{port}", uuid.uuid4().hex, folder / "token")
         cluster.token.write_text(secrets.token_hex(32), encoding="ascii")
         command = (
             COMMAND.with_name("ray"), "start", "--head", "--block", f"--port={port}", "--node-ip-address=127.0.0.1",
-            "--ray-client-server-port=0", "--include-dashboard=false", "--num-cpus=4",
+            f"--ray-client-server-port={other_port}", "--include-dashboard=false", "--num-cpus=4",
             "--object-store-memory=100000000", "--disable-usage-stats",
         )  # fmt: skip
         environment = {**os.environ, **ENVIRONMENT, **cluster.environment, MARK: cluster.mark}
@@ -251,6 +249,14 @@ def _is_marked(number: int, mark: str) -> bool:
         return f"{MARK}={mark}".encode() in Path(f"/proc/{number}/environ").read_bytes()
     except OSError:  # it has ended, or is another user's
         return False
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        found = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in found:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in found]
 
 
 def _answers(port: int) -> bool:

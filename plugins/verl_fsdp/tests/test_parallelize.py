@@ -142,7 +142,7 @@ def test_compiled_blocks_give_the_log_probs_of_plain_ones(model_folder: Path, ra
 @pytest.mark.nightly
 @pytest.mark.dist
 @pytest.mark.slow
-def test_compiled_blocks_fit_fit_every_micro_batch_and_give_the_gradient_of_one_process(
+def test_compiled_blocks_fit_every_micro_batch_and_give_the_gradient_of_one_process(
     model_folder: Path, ranks: RankPool
 ) -> None:
     for graphs in ranks.run(compiled_on_rank, model_folder, ranks.world_size, timeout_s=280.0):

@@ -56,7 +56,7 @@ class LocalCluster:
     def dead_process(self) -> str | None:
         """Name one of Ray's processes that ended, though the job needs it."""
         for name, process in self._processes.items():
-            if process.poll() is not None:
+            if _has_ended(process):
                 return f"{name} (process {process.pid})"
         return None
 
@@ -74,6 +74,16 @@ class LocalCluster:
                     processes[name] = self
 
         return OwnGroup
+
+
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Look without reaping: as long as the process id is taken, Ray's workers take their raylet for alive, and live on.
+
+    So the model can still be saved.
+    """
+    if process.returncode is not None or not hasattr(os, "waitid"):  # macOS has none before Python 3.13
+        return process.poll() is not None
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 @contextmanager

@@ -177,6 +177,25 @@ def test_the_package_is_the_one_that_is_asked_for_and_there(
 
 @pytest.mark.fault(34)
 @pytest.mark.parametrize(
+    ("cause", "is_conflict"),
+    [(RuntimeError("the patch of forward exist !"), True), (OSError("libopapi.so: cannot open shared object"), False)],
+)
+def test_a_failed_repatch_says_what_failed_and_blames_features_only_for_a_conflict(
+    cause: Exception, is_conflict: bool
+) -> None:
+    def repatch(_: object) -> None:
+        raise cause
+
+    with pytest.raises(PatchError) as caught:
+        adaptor._repatch(MINDSPEED, SimpleNamespace(repatch=repatch), {}, {"moe_alltoall_overlap_comm": True})
+    message = str(caught.value)
+    assert f"{type(cause).__name__}: {cause} ({__file__}:" in message
+    assert ("leave one out of engine.mindspeed.features=['moe_alltoall_overlap_comm']" in message) is is_conflict
+    assert ("git clone" in message) is not is_conflict
+
+
+@pytest.mark.fault(34)
+@pytest.mark.parametrize(
     ("version", "repositories"),
     [
         ("0.16.1", ["MindSpeed"]),

@@ -111,11 +111,12 @@ def _write(kind: JobKind, drawn: dict[str, tuple[str, object]], recipe: Path, ra
 
 
 def _set(settings: dict[str, Any], parts: list[str], text: str) -> bool:
+    section: Any = settings
     for part in parts[:-1]:
-        settings = settings.setdefault(part, {})
-        if not isinstance(settings, dict):
+        section = section.setdefault(part, {})
+        if not isinstance(section, dict):
             return False
-    settings[parts[-1]] = text
+    section[parts[-1]] = text
     return True
 
 
@@ -148,7 +149,7 @@ def _try(
     if kind.load(again, []) != job:
         raise ChangedError("what config.yaml says is another job")
     try:
-        (check_train_job if isinstance(job, TrainJob) else check_sft_job)(job, None)  # type: ignore[operator]
+        check_train_job(job, None) if isinstance(job, TrainJob) else check_sft_job(job, None)
     except EngineError as error:
         _check_message(kind, str(error), drawn, recipe)
 

@@ -265,13 +265,13 @@ def test_content_in_parts_and_a_chat_that_is_answered(
     assert expected in str(caught.value)
 
 
-def table(extra: pa.Array) -> pa.Table:
+def table(extra: pa.Array[Any]) -> pa.Table:
     """Return GOOD twice, with another column ``extra_info``."""
     good = pa.Table.from_pylist([GOOD] * len(extra))
     return good.set_column(good.schema.get_field_index("extra_info"), "extra_info", extra)
 
 
-def structs(values: pa.Array) -> pa.Array:
+def structs(values: pa.Array[Any]) -> pa.Array[Any]:
     return pa.StructArray.from_arrays([values], names=["at"])
 
 
@@ -287,7 +287,7 @@ def structs(values: pa.Array) -> pa.Array:
     ],
     ids=["nanoseconds", "far-timestamp", "far-date", "no-utf-8", "twice"],
 )
-def test_parquet_values_that_python_cannot_hold_name_row_and_column(tmp_path: Path, extra: pa.Array) -> None:
+def test_parquet_values_that_python_cannot_hold_name_row_and_column(tmp_path: Path, extra: pa.Array[Any]) -> None:
     path = tmp_path / "p.parquet"
     pyarrow.parquet.write_table(table(extra), path)
     try:

@@ -62,7 +62,7 @@ def test_a_chat_ends_as_its_template_ends_a_turn(behind: str) -> None:
     end = tokenizer.convert_tokens_to_ids("<|end|>")
     assert end_of_turn(tokenizer) == end
     assert stop_token_ids(tokenizer, None) == (tokenizer.eos_token_id, end)
-    assert decode_response(tokenizer, tokenizer.convert_tokens_to_ids(["5", "<|end|>"])) == "5"
+    assert decode_response(tokenizer, [WORDS.index("5"), WORDS.index("<|end|>")]) == "5"
 
 
 @pytest.mark.fault(4)

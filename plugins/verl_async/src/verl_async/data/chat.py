@@ -39,14 +39,14 @@ def _read_message(row: Row, position: int, message: object) -> dict[str, Any]:
     column = f"prompt[{position}]"
     if not isinstance(message, dict):
         raise row.error(column, message, "a message {role: ..., content: ...}")
-    message = _without_nulls(message)
-    role, content = message.get("role"), _one_text(message.get("content"))
+    values: dict[str, Any] = _without_nulls(message)
+    role, content = values.get("role"), _one_text(values.get("content"))
     if not isinstance(role, str) or not role:
         raise row.error(f"{column}.role", role, "a text such as 'user'")
     # A message that only calls tools says nothing: then content is null.
-    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+    if not isinstance(content, str) and not (content is None and values.get("tool_calls")):
         raise row.error(f"{column}.content", content, "a text, or one part {type: text, text: ...}")
-    return {**message, "content": content}
+    return {**values, "content": content}
 
 
 def _without_nulls(value: Any) -> Any:

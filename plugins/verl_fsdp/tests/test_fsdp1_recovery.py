@@ -114,7 +114,7 @@ def nothing_left(engine: Fsdp1Engine) -> None:
     assert all(parameter.grad is None for parameter in engine.parameters.values())
 
 
-@pytest.fixture(params=[1, 2])
+@pytest.fixture(params=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def ranks(request: pytest.FixtureRequest, rank_pools: RankPools) -> tuple[int, RankPool]:
     """A number of ranks, and their processes."""
     return request.param, rank_pools.get(request.param)
@@ -130,6 +130,7 @@ def test_an_abandoned_accumulation_leaves_nothing_behind(
         assert {case: error for case, error in errors.items() if error > 2e-6} == {}
 
 
+@pytest.mark.nightly
 @pytest.mark.dist
 def test_an_abandoned_accumulation_leaves_nothing_behind_in_several_copies(
     model_folder: Path, rank_pools: RankPools

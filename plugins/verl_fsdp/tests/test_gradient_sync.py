@@ -192,11 +192,15 @@ def settings_after_steps(rank: int, folder: Path, keep: bool, reshard_after_forw
     return before
 
 
-def test_resharding_to_a_part_of_the_ranks_is_put_back(model_folder: Path, rank_pools: RankPools) -> None:
+@pytest.mark.parametrize(
+    "reshard_after_forward", [*(pytest.param(one, marks=pytest.mark.nightly) for one in (True, False)), 2]
+)
+def test_resharding_to_a_part_of_the_ranks_is_put_back(
+    model_folder: Path, rank_pools: RankPools, reshard_after_forward: bool | int
+) -> None:
     pool = rank_pools.get(4)
-    for reshard_after_forward in (True, False, 2):
-        plain = pool.run(settings_after_steps, model_folder, False, reshard_after_forward)
-        assert pool.run(settings_after_steps, model_folder, True, reshard_after_forward) == plain
+    plain = pool.run(settings_after_steps, model_folder, False, reshard_after_forward)
+    assert pool.run(settings_after_steps, model_folder, True, reshard_after_forward) == plain
 
 
 def evaluate_between_steps(rank: int, folder: Path, settings: dict[str, Any]) -> None:
@@ -306,13 +310,16 @@ def gradients_after_interruptions(rank: int, folder: Path, settings: dict[str, A
                 assert relative_error(found, expected) <= 1e-7, (place, at, count)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=pytest.mark.nightly if index % 3 else []) for index, mode in enumerate(MODES)]
+)
 def test_after_an_abandoned_accumulation_the_next_gradient_is_a_fresh_engines(
     two_ranks: RankPool, model_folder: Path, mode: str
 ) -> None:
     two_ranks.run(gradients_after_interruptions, model_folder, MODES[mode], 2)
 
 
+@pytest.mark.nightly
 def test_abandoned_accumulations_of_a_model_with_several_copies(model_folder: Path, rank_pools: RankPools) -> None:
     pool = rank_pools.get(4)
     pool.run(gradients_after_interruptions, model_folder, {"shard_ranks": 2, "keep_unsharded": True}, 4)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent
 CONSTRAINTS = "constraints/cpu.txt"
+OLDEST = "constraints/oldest.txt"
+ENGINES = ("fsdp2", "fsdp", "megatron", "fsdp_turbo")
 TORCH = "torch==2.13.0"
 TURBO_TORCH = "torch>=2.9,<2.12"  # what FSDP-Turbo asks for
 PACKAGES = (
@@ -210,6 +212,30 @@ def real_model(session: nox.Session) -> None:
 
 
 @nox.session
+def oldest(session: nox.Session) -> None:
+    """Run the conformance kits on the oldest libraries that the packages promise. After --: names of engines."""
+    versions = (ROOT / OLDEST).read_text(encoding="utf-8").splitlines()
+    libraries = [line.split("=")[0] for line in versions if line and not line.startswith("#")]
+    packages = (argument for package in PACKAGES[:4] for argument in ("-e", f"./{package}"))
+    session.install("-c", OLDEST, *packages, *libraries)
+    session.run("python", "-m", "pip", "list", "--format", "freeze", "--exclude-editable")
+    session.run("python", "--version")
+    _run_kits(session, *session.posargs)
+
+
+@nox.session(python="3.12")
+def newest_megatron(session: nox.Session) -> None:
+    """Run the tests of the engine `megatron` on the newest Megatron, which needs a newer Python. Arguments as tests."""
+    pinned = (ROOT / CONSTRAINTS).read_text(encoding="utf-8").splitlines()
+    constraints = Path(session.create_tmp()) / "constraints.txt"
+    constraints.write_text("\n".join(line for line in pinned if not line.startswith("megatron-core==")) + "\n")
+    session.install("--upgrade", "-c", str(constraints), *_install_arguments(*TEST_TOOLS)[2:], "megatron-core")
+    session.run("python", "-m", "pip", "show", "megatron-core")
+    arguments = session.posargs or ["plugins/verl_megatron_mindspeed/tests"]
+    session.run("python", "-m", "pytest", *arguments, env=ENVIRONMENT)
+
+
+@nox.session
 def turbo_real(session: nox.Session) -> None:
     """Test fsdp_turbo over the real library: FSDP_TURBO_PATH is the folder that its clone is in. Arguments as tests."""
     library = Path(os.environ.get("FSDP_TURBO_PATH", "")).resolve()
@@ -249,6 +275,19 @@ def _python(session: nox.Session, folder: Path = ROOT / ".nox" / "shared", *othe
     pip = (python, "-m", "pip", "install", "--quiet")
     _install_once(session, lambda: session.run(*pip, *_install_arguments(*tools)), folder, *tools)
     return python
+
+
+def _run_kits(session: nox.Session, *engines: str) -> None:
+    """Run the conformance kits of engines, all of them by default; fsdp_turbo over the fake of its library."""
+    failed = []
+    fake = str(ROOT / "plugins" / "verl_fsdp_turbo" / "tests" / "fakes")
+    for engine in engines or ENGINES:
+        try:
+            session.run("verl-engine", "check", engine, env={**ENVIRONMENT, "PYTHONPATH": fake})
+        except nox.command.CommandFailed:
+            failed.append(engine)
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")
 
 
 def _repeated(times: int) -> tuple[str, ...]:

@@ -50,8 +50,9 @@ def test_weights_kept_aside_and_checkpoints_come_back(model_folder: Path, tmp_pa
 
 
 def train_beside_a_reference(rank: int, folder: Path, store: Path) -> None:
-    def start(name: str, **settings: bool) -> EngineWorker:
-        worker = EngineWorker(Fsdp2Config(learning_rate=1e-2, device="cpu", **settings), folder, rank, 2)
+    def start(name: str, *, forward_only: bool = False) -> EngineWorker:
+        config = Fsdp2Config(learning_rate=1e-2, device="cpu", forward_only=forward_only)
+        worker = EngineWorker(config, folder, rank, 2)
         worker.prepare(f"file://{store}/{name}")
         worker.create(name)
         return worker

@@ -49,7 +49,8 @@ class RankState:
         warnings.filters[:] = self.filters  # type: ignore[index] # a list, whatever typeshed says
         torch.set_num_threads(self.num_threads)
         torch.set_default_dtype(torch.float32)
-        torch.set_default_device(None)
+        if torch.get_default_device().type != "cpu":
+            torch.set_default_device("cpu")  # None would break the next question for it, before torch 2.13
         torch.set_grad_enabled(True)
         torch.use_deterministic_algorithms(False)
         random.seed(0)

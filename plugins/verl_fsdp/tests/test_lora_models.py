@@ -9,13 +9,14 @@ import pytest
 import torch
 import transformers
 
+from verl_engine.contract.engine_config import LoraConfig
 from verl_engine.contract.errors import ModelError
 from verl_engine.engine.train_mode import set_train_mode
 from verl_engine.engine.weights.model_folder import ModelFolderWriter
 from verl_engine.engine.weights.module_weights import exported_tensors, full_weights
 from verl_fsdp.config import Fsdp2Config
 from verl_fsdp.model.loading import load_model
-from verl_fsdp.model.lora import low_rank_exports, save_adapter
+from verl_fsdp.model.lora import inject_adapters, low_rank_exports, save_adapter
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -113,11 +114,25 @@ def test_layers_that_are_called_otherwise_are_left_out_and_refused_by_name(
     folder = model_folder(tmp_path / "gpt2", "gpt2", n_layer=1, n_embd=32, n_head=2)
     with pytest.raises(ModelError, match=r"c_attn.*Conv1D, whose weight is transposed"):
         adapted(folder, "c_attn")
+    with pytest.raises(ModelError, match=r"'all-linear' cannot be adapted.*Conv1D.*leave engine.lora out"):
+        adapted(folder)
     folder = model_folder(tmp_path / "mamba", "mamba", state_size=4, time_step_rank=4)
     _, model = adapted(folder)
     assert layers(model) == {"mixer.in_proj"}
     with pytest.raises(ModelError, match=r"dt_proj .MambaMixer uses its weight without calling it"):
         adapted(folder, "dt_proj")
+
+
+@pytest.mark.fault(7)
+def test_a_forward_of_its_own_that_computes_a_linear_layer_is_adapted(tmp_path: Path) -> None:
+    _, model = adapted(model_folder(tmp_path, "falcon", n_head=4))
+    names = {"self_attention.query_key_value", "self_attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"}
+    assert layers(model) == names
+    with torch.device("meta"):  # as on the ranks that read no weights
+        lora = LoraConfig(rank=4)
+        skeleton = transformers.AutoModelForCausalLM.from_config(model.config)
+        inject_adapters(skeleton, lora, 0)
+    assert layers(skeleton) == names
 
 
 @pytest.mark.fault(1)
@@ -152,7 +167,7 @@ def test_other_layers_than_asked_for_are_refused(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(peft, "inject_adapter_in_model", inject_elsewhere)
     with pytest.raises(ModelError, match=r"peft changed other layers.*k_proj.*in place of.*q_proj"):
         adapted(folder, "q_proj")
-    monkeypatch.setattr(peft, "inject_adapter_in_model", lambda *_, **__: {}["no such layer"])
+    monkeypatch.setattr(peft, "inject_adapter_in_model", lambda *_, **__: dict[str, Any]()["no such layer"])
     with pytest.raises(ModelError, match="peft cannot adapt Qwen3ForCausalLM: 'no such layer'"):
         adapted(folder, "q_proj")
 
@@ -174,6 +189,6 @@ def test_an_adapters_dropout_is_drawn_without_the_models(tmp_path: Path) -> None
 def test_a_folder_that_brings_an_adapter_of_its_own_is_refused(tmp_path: Path) -> None:
     folder = model_folder(tmp_path, "qwen3", head_dim=8)
     base = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(folder)
+    peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(str(folder))
     with pytest.raises(ModelError, match=r"holds an adapter beside the model .adapter_config.json"):
         load_model(Fsdp2Config(device="cpu"), folder, attention="eager")

@@ -59,7 +59,7 @@ def _called(model: torch.nn.Module, name: str) -> str:
         parent_path, _, own = path.rpartition(".")
         module, parent = model.get_submodule(path), model.get_submodule(parent_path)
         has_forward = type(module).forward is not torch.nn.Module.forward
-        if has_forward and own not in weights_used(type(parent)):
+        if has_forward and own not in weights_used(parent):
             return path
         path = parent_path
     return path

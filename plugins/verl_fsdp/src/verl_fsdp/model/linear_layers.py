@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from contextlib import suppress
 from functools import cache
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from transformers import PreTrainedModel
 
 VALUE_HEADS: Final = ("score", "classifier")
@@ -39,9 +42,9 @@ def linear_layers(model: PreTrainedModel) -> tuple[list[str], dict[str, str]]:
             others[name] = "a Conv1D, whose weight is transposed"
         elif not isinstance(module, torch.nn.Linear):
             continue
-        elif kind.forward is not torch.nn.Linear.forward:
+        elif not _is_linear(module):
             others[name] = f"a {kind.__name__}, whose forward is its own"
-        elif end in weights_used(type(modules[parent])):
+        elif end in weights_used(modules[parent]):
             others[name] = f"{type(modules[parent]).__name__} uses its weight without calling it"
         else:
             adaptable.append(name)
@@ -53,9 +56,33 @@ def value_head(model: torch.nn.Module) -> str | None:
     return next((name for name in VALUE_HEADS if isinstance(getattr(model, name, None), torch.nn.Module)), None)
 
 
+def _is_linear(module: torch.nn.Linear) -> bool:
+    """Whether a layer computes what a linear layer does; one with a forward of its own is tried, by random numbers."""
+    if type(module).forward is torch.nn.Linear.forward:
+        return True
+    random = torch.Generator().manual_seed(0)
+    probe = copy.copy(module)  # with other weights: on most ranks these are on the meta device
+    probe._parameters = {  # noqa: SLF001 - assigning a parameter would change the module's own
+        name: held if held is None else torch.nn.Parameter(torch.rand(held.shape, generator=random, device="cpu"))
+        for name, held in module._parameters.items()  # noqa: SLF001
+    }
+    inputs = torch.rand(2, 3, module.in_features, generator=random, device="cpu")
+    try:
+        with torch.no_grad():
+            found = probe(inputs)
+            expected = torch.nn.functional.linear(inputs, probe.weight, probe.bias)
+    except Exception:  # noqa: BLE001 - it wants something else than a linear layer does
+        return False
+    return isinstance(found, torch.Tensor) and found.shape == expected.shape and torch.allclose(found, expected)
+
+
+def weights_used(module: torch.nn.Module) -> frozenset[str]:
+    """Name the members whose weight a module computes with itself, as fused kernels do: an adapter would not count."""
+    return _weights_used_by(cast("Hashable", type(module)))
+
+
 @cache
-def weights_used(kind: type[torch.nn.Module]) -> frozenset[str]:
-    """Name the members whose weight a class computes with itself, as fused kernels do: an adapter would not count."""
+def _weights_used_by(kind: Any) -> frozenset[str]:
     found: set[str] = set()
     for base in kind.__mro__:
         if base.__module__.partition(".")[0] == "torch":

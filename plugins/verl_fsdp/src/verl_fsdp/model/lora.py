@@ -120,12 +120,12 @@ def target_names(model: PreTrainedModel, patterns: tuple[str, ...]) -> list[str]
     for pattern in patterns:
         fitting = {name for name in adaptable if _fits(name, pattern)}
         refused = {name: why for name, why in others.items() if _fits(name, pattern)}
-        if pattern == "all-linear" and refused:
+        if pattern == "all-linear" and fitting and refused:
             _LOG.warning("engine.lora.target_modules=all-linear leaves out %s", _listed(refused))
         elif refused:
             raise ModelError(
                 f"engine.lora.target_modules={pattern!r} cannot be adapted in {type(model).__name__}: "
-                f"{_listed(refused)}; leave it out, or use all-linear"
+                f"{_listed(refused)}; " + ("leave it out, or use all-linear" if adaptable else "leave engine.lora out")
             )
         if not fitting:
             ends = sorted({name.rpartition(".")[2] for name in adaptable})

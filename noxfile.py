@@ -185,11 +185,10 @@ def bench(session: nox.Session) -> None:
         session.log(f"{script.stem}: {figures}")
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def zoo(session: nox.Session) -> None:
     """Compare every causal architecture, tiny, with transformers itself. After --: names of some, as `glm4_moe`."""
-    _install(session)
-    session.run("python", "-m", "tests.zoo", *session.posargs, env=ENVIRONMENT)
+    session.run(_python(session), "-m", "tests.zoo", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session

@@ -37,7 +37,7 @@ def inference_is_in_eval_mode(bench: Bench) -> None:
 
 
 def training_is_in_train_mode(bench: Bench) -> None:
-    """With ``dropout: model`` a step draws the model's dropout, after an inference too, and each step another."""
+    """A training step draws the model's dropout where it is asked for, after an inference too; each step another."""
     driver = bench.driver("dropout", learning_rate=STILL)
     sequences = make_sequences(8)
     without_dropout, _ = accumulate(load_reference(bench.model("dropout")), sequences)

@@ -51,7 +51,7 @@ ENVIRONMENT = {
 # Tests that start ranks run in one worker, all others in the other; see conftest.py.
 TWO_WORKERS = ("-n", "2", "--no-loadscope-reorder", "--durations=25")
 # What the nightly has besides tests.
-NIGHTLY_SESSIONS = ("other_pythons-3.12", "other_pythons-3.13", "zoo", "fuzz")
+NIGHTLY_SESSIONS = ("other_pythons-3.12", "other_pythons-3.13", "oldest", "newest_megatron", "zoo", "fuzz")
 
 nox.needs_version = ">=2024.10.9"
 nox.options.default_venv_backend = "venv"

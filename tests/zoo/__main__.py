@@ -1,8 +1,9 @@
 """Put every causal architecture of the installed transformers through the checks, and print one JSON object last.
 
-    python -m tests.zoo [NAME ...] [--processes 2]
+    python -m tests.zoo [NAME ...] [--processes 2] [--output docs/reference/models.json]
 
-With names only these. Each process takes a few architectures; one that dies costs the one it was at.
+With names only these. `docs/generate_model_reference.py` makes a page of what was written. Each process takes a few
+architectures; one that dies costs the one it was at.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--output", type=Path, help="also write the JSON object there")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.here:
@@ -40,6 +43,8 @@ def main() -> None:
     with ThreadPoolExecutor(arguments.processes) as pool:
         found = {name: checks for part in pool.map(_examine_elsewhere, chunks) for name, checks in part.items()}
     report = summary({name: found[name] for name in names})
+    if arguments.output:
+        arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(report))
     sys.exit(bool(report["wrong"] or report["crashed"]))
 
@@ -49,7 +54,7 @@ def summary(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     worst = {
         name: min((check["state"] for check in checks.values()), key=_WORST.index) for name, checks in found.items()
     }
-    lines = {
+    reasons = {
         state: {
             name: {check: outcome["detail"] for check, outcome in found[name].items() if outcome["state"] == state}
             for name in found
@@ -60,12 +65,14 @@ def summary(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {
         "architectures": len(found),
         "right": sum(state == "right" for state in worst.values()),
-        "refused": len(lines["refused"]),
-        "wrong": len(lines["wrong"]),
-        "crashed": len(lines["crashed"]),
-        "reasons": lines,
+        **{state: len(names) for state, names in reasons.items()},
+        "reasons": reasons,
         "checks": {
-            name: {check: outcome["state"] for check, outcome in checks.items()} for name, checks in found.items()
+            name: {
+                check: " ".join(filter(None, (outcome["state"], outcome["state"] == "right" and outcome["detail"])))
+                for check, outcome in checks.items()
+            }
+            for name, checks in found.items()
         },
     }
 

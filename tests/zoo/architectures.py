@@ -61,6 +61,7 @@ def write(name: str, folder: Path, seed: int = 0) -> None:
                     weight.add_(0.05 * torch.randn_like(weight))
                 elif _PLAIN_STD[0] < weight.std() < _PLAIN_STD[1]:
                     weight.mul_(_TINY_STD / weight.std())
+                    weight[weight.abs().flatten(1).sum(1) == 0] = _TINY_STD  # the token for padding; it is drawn too
         model.save_pretrained(folder)
 
 

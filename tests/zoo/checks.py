@@ -39,7 +39,7 @@ State = Literal["right", "refused", "wrong", "crashed"]
 LENGTHS: Final = (9, 5, 20, 9, 14)
 PROMPT_LENGTHS: Final = (3, 11, 3, 7, 1)
 NUM_NEW: Final = 10
-LOG_PROB_TOLERANCE: Final = 1e-4
+LOG_PROB_TOLERANCE: Final = 2e-4
 GRADIENT_TOLERANCE: Final = 1e-3
 """Of the largest entry of each weight's gradient."""
 
@@ -50,6 +50,7 @@ class Outcome:
 
     state: State
     detail: str = ""
+    """The reason; for what is right, in which way where it is not the usual one."""
 
 
 class WrongError(AssertionError):
@@ -84,7 +85,8 @@ class Subject:
         """[L - 1] of each token but the first."""
         ids = torch.as_tensor(token_ids)[None]
         logits = self.truth(input_ids=ids, use_cache=False).logits[0].float()
-        return logits.log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
+        found: torch.Tensor = logits.log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
+        return found
 
     @cached_property
     def right_log_probs(self) -> list[torch.Tensor]:
@@ -106,7 +108,8 @@ class Subject:
 
 def load(folder: Path) -> PreTrainedModel:
     """Load a folder as transformers does, and nothing else."""
-    model, info = AutoModelForCausalLM.from_pretrained(
+    loading: Any = AutoModelForCausalLM  # it returns two things where info is asked for
+    model, info = loading.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
     )
     lost = {kind: sorted(names) for kind, names in info.items() if names}
@@ -115,17 +118,19 @@ def load(folder: Path) -> PreTrainedModel:
     return loaded
 
 
-def check_packed(subject: Subject) -> None:
-    """Log-probs and gradient with sequences end to end."""
-    _check_training(subject, packing=True)
+def check_packed(subject: Subject) -> str:
+    """Log-probs and gradient with sequences end to end, or as the engine thinks right."""
+    return "" if _check_training(subject, packing=True) else "in rows"
 
 
-def check_padded(subject: Subject) -> None:
+def check_padded(subject: Subject) -> str:
     """Log-probs and gradient with one sequence a row."""
     _check_training(subject, packing=False)
+    return ""
 
 
-def _check_training(subject: Subject, **settings: Any) -> None:
+def _check_training(subject: Subject, **settings: Any) -> bool:
+    """Return whether sequences were packed."""
     with worker_of(subject, **settings) as worker:
         found = worker.infer_batch([subject.sequences])[0]
         for own, right in zip(found, subject.right_log_probs, strict=True):
@@ -140,20 +145,23 @@ def _check_training(subject: Subject, **settings: Any) -> None:
             difference = size if own_gradient is None else float((own_gradient - right).abs().max())
             within = difference <= GRADIENT_TOLERANCE * max(size, 0.01 * largest)
             require(within, f"gradient of {name} is off by {difference:.1e} of {size:.1e}")
+        return bool(engine.is_packed)
 
 
-def check_saved(subject: Subject) -> None:
+def check_saved(subject: Subject) -> str:
     """What is saved untrained is the base, bit for bit, to transformers itself."""
     with worker_of(subject) as worker:
         _check_saves_base(subject, worker)
+    return ""
 
 
-def check_lora(subject: Subject) -> None:
+def check_lora(subject: Subject) -> str:
     """Untrained adapters change nothing: neither log-probs nor what is saved."""
     with worker_of(subject, lora={"rank": 2}) as worker:
         for own, right in zip(worker.infer_batch([subject.sequences])[0], subject.right_log_probs, strict=True):
             close(torch.as_tensor(own[1:]), right, "log-probs under an untrained adapter")
         _check_saves_base(subject, worker)
+    return ""
 
 
 def _check_saves_base(subject: Subject, worker: EngineWorker) -> None:
@@ -167,7 +175,7 @@ def _check_saves_base(subject: Subject, worker: EngineWorker) -> None:
     require(not differing, f"saved weights differ: {differing[:5]}")
 
 
-def check_rollout(subject: Subject) -> None:
+def check_rollout(subject: Subject) -> str:
     """Prompts of mixed lengths in one batch: each token's log-prob is the full forward's, and a batch equals alone."""
     engine = built(lambda: EmbeddedEngine(RolloutConfig(device="cpu"), subject.folder))
     rng = np.random.default_rng(1)
@@ -182,9 +190,10 @@ def check_rollout(subject: Subject) -> None:
         close(torch.tensor(found.log_probs), right, f"log-probs after a prompt of {len(request.prompt_ids)}")
     alone = engine.generate([requests[2]])[0]
     require(alone.token_ids == together[2].token_ids, "a request draws other tokens alone than in a batch")
+    return "" if engine.reading == "mixed lengths" else engine.reading
 
 
-def check_sync(subject: Subject) -> None:
+def check_sync(subject: Subject) -> str:
     """Weights that were not trained, sent in bfloat16, leave the rollout model as it was."""
     rollout = built(lambda: EmbeddedEngine(RolloutConfig(device="cpu", dtype="bfloat16"), subject.folder))
     request = GenerationRequest(tuple(map(int, subject.sequences[2].token_ids)), SamplingParams(4), seed=0)
@@ -196,9 +205,10 @@ def check_sync(subject: Subject) -> None:
     rollout.commit_weights(1)
     after = rollout.generate([request])[0]
     require(before.log_probs == after.log_probs, f"log-probs {before.log_probs} became {after.log_probs}")
+    return ""
 
 
-CHECKS: Final[dict[str, Callable[[Subject], None]]] = {
+CHECKS: Final[dict[str, Callable[[Subject], str]]] = {
     "packed": check_packed,
     "padded": check_padded,
     "saved": check_saved,
@@ -215,19 +225,16 @@ def examine(name: str) -> dict[str, Outcome]:
         return {check: _outcome(run, subject) for check, run in CHECKS.items()}
 
 
-def _outcome(run: Callable[[Subject], None], subject: Subject) -> Outcome:
+def _outcome(run: Callable[[Subject], str], subject: Subject) -> Outcome:
     try:
-        run(subject)
+        return Outcome("right", run(subject))
     except RefusedError as error:
-        return Outcome("refused", str(error))
+        return Outcome("refused", str(error).replace(str(subject.folder), "FOLDER"))
     except WrongError as error:
         return Outcome("wrong", str(error))
     except Exception as error:  # noqa: BLE001 - that is what is counted
         where = traceback.extract_tb(error.__traceback__)[-1]
-        return Outcome(
-            "crashed", f"{type(error).__name__} at {Path(where.filename).name}:{where.lineno}: {error}"[:400]
-        )
-    return Outcome("right")
+        return Outcome("crashed", f"{type(error).__name__} at {Path(where.filename).name}:{where.lineno}: {error}")
 
 
 @contextmanager

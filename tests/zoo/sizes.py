@@ -21,7 +21,8 @@ _SIZES: Final = """
   4 num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads
   4 num_decoder_attention_heads num_encoder_attention_heads attention_heads swa_num_attention_heads rotary_dim
   4 index_topk index_block_size gated_norm_rank d_rel
-  2 num_key_value_heads num_kv_heads swa_num_key_value_heads num_global_key_value_heads o_groups index_n_heads
+  2 num_key_value_heads num_kv_heads swa_num_key_value_heads num_global_key_value_heads o_groups
+ 16 index_n_heads
   2 index_topk_blocks
   8 head_dim dim_head swa_head_dim kv_channels attention_head_dim attention_head_size d_head query_pre_attn_scalar
   8 global_head_dim v_head_dim qk_rope_head_dim qk_nope_head_dim o_lora_rank rel_extent
@@ -59,6 +60,7 @@ MLA: Final[dict[str, Any]] = {"num_key_value_heads": 4}
 
 _TEXT_ROPE: Final = {"rope_type": "default", "rope_theta": 10000.0}
 OVERRIDES: Final[dict[str, dict[str, Any]]] = {
+    "big_bird": {"attention_type": "original_full"},
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _TEXT_ROPE | {"mrope_section": [2, 1, 1]}}},
     "dbrx": {
@@ -66,6 +68,7 @@ OVERRIDES: Final[dict[str, dict[str, Any]]] = {
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "dots1": {"n_shared_experts": 1},
+    "gemma2": {"attn_logit_softcapping": 1.0},
     "gemma3": {
         "text_config": {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
                         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6,
@@ -89,6 +92,7 @@ OVERRIDES: Final[dict[str, dict[str, Any]]] = {
                        "indexer_budget": 4, "indexer_compress_ratio": 2},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"axial_pos_embds_dim": [8, 24], "axial_pos_shape": [8, 16]},
+    "vaultgemma": {"attn_logit_softcapping": 1.0},
     "xlstm": {"hidden_size": 128, "embedding_dim": 128},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3,

@@ -49,9 +49,11 @@ def test_by_default_the_layers_that_must_stay_whole_are_blocks(named: Any) -> No
 
 
 @pytest.mark.parametrize("named", [None, [], ["Absent"]])
-def test_a_model_that_names_no_block_asks_for_wrap(named: Any) -> None:
+def test_a_model_that_names_no_block_is_divided_by_its_layers(named: Any) -> None:
     model = qwen3()
     model._no_split_modules = named
+    assert paths(model, blocks(model, config())) == LAYERS
+    model.config.num_hidden_layers = 3  # so nothing tells which modules are layers
     with pytest.raises(ModelError, match=r"name the classes of its layers in engine\.wrap: .*Qwen3DecoderLayer"):
         blocks(model, config())
 

@@ -40,8 +40,9 @@ class ShardedConfig(EngineConfig):
     """What parameters are gathered and computed in. Master weights, gradient accumulation and reduction stay float32;
     ``float16`` adds a dynamic loss scale. A forward-only engine stores its weights in it too."""
     packing: bool = True
-    """Lay the sequences of a micro-batch end to end with attention kept inside each. False pads them to the longest,
-    for models whose attention cannot be told where sequences end; slower on mixed lengths."""
+    """Lay the sequences of a micro-batch end to end with attention kept inside each. A model that cannot be packed (it
+    has a recurrent state, or an attention of its own) gets one sequence a row, padded to the longest, and the log says
+    so. False does that with any model; slower on mixed lengths."""
     logit_chunk: Count = 256
     """Tokens whose logits exist at a time, float32: memory for log-probs is this times the vocabulary, not the whole
     micro-batch times the vocabulary."""

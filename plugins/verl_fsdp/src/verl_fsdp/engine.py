@@ -22,7 +22,7 @@ from verl_fsdp.forward.micro_batch import forward
 from verl_fsdp.mesh import build_meshes
 from verl_fsdp.model.loading import load_model
 from verl_fsdp.model.lora import adapters_disabled, low_rank_exports, save_adapter
-from verl_fsdp.model.packable import check_packable
+from verl_fsdp.model.packable import is_packed
 from verl_fsdp.model.rotary import rotary_limit
 from verl_fsdp.update.optimizer import build_optimizer
 
@@ -44,13 +44,15 @@ class ShardedEngine(ModuleEngine):
     """One rank's shard of the model with its part of the optimizer's state."""
 
     config: ShardedConfig
+    is_packed: bool
+    """Whether sequences lie end to end; not for every model, whatever the config says."""
 
     def __init__(self, config: ShardedConfig, model_folder: Path) -> None:
         """Load the model, shard it, build the optimizer. Collectives: those of device meshes, a broadcast a weight."""
         device = Device.resolve(config.device, int(os.environ.get("LOCAL_RANK", dist.get_rank())))
         self.meshes = self.divide_ranks(config, device)
         model = self.load(config, model_folder)
-        check_packable(model, config)
+        self.is_packed = is_packed(model)
         self.head = make_head(model, config)
         self._rotary_limit = rotary_limit(model)
         num_dims = {name: parameter.ndim for name, parameter in model.named_parameters()}
@@ -138,7 +140,7 @@ class ShardedEngine(ModuleEngine):
 
     def run(self, batch: PackedBatch, temperature: float) -> TokenOutput:
         """Run the model on a micro-batch; what `forward` does but for the clearing up after it."""
-        return forward(self.model, self.head, self.config, batch, temperature, self.meshes.sequence)
+        return forward(self.model, self.head, batch, temperature, self.meshes.sequence, is_packed=self.is_packed)
 
     def _require_lora(self) -> None:
         if self.config.lora is None:

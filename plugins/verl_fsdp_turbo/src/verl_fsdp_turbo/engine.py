@@ -18,6 +18,7 @@ from verl_fsdp.mesh import Meshes, divide_data
 from verl_fsdp.model.float32_parts import float32_parameters
 from verl_fsdp.model.loading import load_model
 from verl_fsdp.model.materialize import Materializer
+from verl_fsdp.model.packable import why_not_packed
 from verl_fsdp.update.held_gradients import choose_sync
 from verl_fsdp_turbo import patches
 from verl_fsdp_turbo.clipping import library_clip, unscale
@@ -79,6 +80,12 @@ class TurboEngine(FullyShardedEngine):
             return load_model(config, model_folder)
         model = load_model(config, model_folder, attention="eager")
         require_splittable(model, dist.get_world_size(self._ulysses))
+        reason = why_not_packed(model) if config.packing else None
+        if reason is not None:
+            raise ModelError(
+                f"engine.ulysses_parallel_size splits packed sequences, and {type(model).__name__} cannot be packed: "
+                f"{reason}; set engine.ulysses_parallel_size=1"
+            )
         return model
 
     def shard(self, model: PreTrainedModel, config: ShardedConfig, device: Device) -> torch.nn.Module:

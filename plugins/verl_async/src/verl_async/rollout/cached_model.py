@@ -5,7 +5,8 @@ Shapes: U distinct contexts, B rows, S tokens, V vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, cast
+import inspect
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
@@ -26,6 +27,7 @@ class CachedModel:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._cache = new_cache(model.config)
+        self._accepted = inspect.signature(model.forward).parameters.keys()
         # A mask of four dims is taken as it is, which spares its construction in every step; that holds for models on
         # transformers' attention interface whose layers all see the same tokens.
         self._one_mask = has_only_full_attention(self._cache) and bool(model._supports_attention_backend)  # noqa: SLF001
@@ -76,13 +78,17 @@ class CachedModel:
 
     def _forward(self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
         """Run the model on [B, S] more tokens and return the [B, V] logits after the last."""
+        arguments: dict[str, Any] = {
+            "position_ids": positions,
+            "past_key_values": self._cache,
+            "cache_params": self._cache,
+            "logits_to_keep": 1,
+        }
         output = self._model(
             input_ids=ids,
             attention_mask=mask,
-            position_ids=positions,
-            past_key_values=self._cache,
             use_cache=True,
-            logits_to_keep=1,
+            **{name: value for name, value in arguments.items() if name in self._accepted},
         )
         logits: torch.Tensor = output.logits
         return logits[:, -1]

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from verl_async.rollout.decoding import decode
+from verl_async.rollout.decoding import context_of, decode
 from verl_async.rollout.interface import FinishReason, Generation, RolloutEngine
 from verl_async.rollout.model_loading import load_model
 from verl_async.rollout.positions import max_num_tokens
+from verl_async.rollout.reading import find_reading
 from verl_async.rollout.weight_receiver import WeightReceiver
 from verl_engine.contract.errors import ConfigError, ModelError, WeightsError
 from verl_engine.engine.device import Device
@@ -39,13 +40,14 @@ class EmbeddedEngine(RolloutEngine):
     def __init__(self, config: RolloutConfig, model_folder: Path) -> None:
         self.version = 0
         self._model = load_model(model_folder, getattr(torch, config.dtype), Device.resolve(config.device).torch_device)
+        self.reading = find_reading(self._model)
         self._max_num_tokens = max_num_tokens(self._model.config)
         self._receiver = WeightReceiver(self._model)
         self._folder_writer = ModelFolderWriter(self._model)
         self._interrupted = threading.Event()
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
-        """Generate all requests as one batch.
+        """Generate all requests as one batch, or those of one length after the other; see `reading`.
 
         A request that has reached its end already, by a stop token or by its length, comes back at once. One with
         tokens so far is read anew under the weights in force; its old tokens keep their log-probabilities and versions.
@@ -65,9 +67,9 @@ class EmbeddedEngine(RolloutEngine):
             for i, (request, result) in enumerate(zip(requests, results, strict=True))
             if _finish_reason(request, result) == "interrupted"
         ]
-        if unfinished:
-            transcript = decode(self._model, [requests[i] for i in unfinished], self._interrupted)
-            for i, (token_ids, log_probs) in zip(unfinished, transcript.by_row(), strict=True):
+        for group in self._batches(requests, unfinished):
+            transcript = decode(self._model, [requests[i] for i in group], self._interrupted, self.reading)
+            for i, (token_ids, log_probs) in zip(group, transcript.by_row(), strict=True):
                 results[i].token_ids += token_ids
                 results[i].log_probs += log_probs
                 results[i].weight_versions += [self.version] * len(token_ids)
@@ -79,6 +81,14 @@ class EmbeddedEngine(RolloutEngine):
         for request, result in zip(requests, results, strict=True):
             result.finish_reason = _finish_reason(request, result)
         return results
+
+    def _batches(self, requests: Sequence[GenerationRequest], unfinished: list[int]) -> list[list[int]]:
+        """Divide requests into what the model can read at once, in order; none where nothing is left."""
+        by_length: dict[int, list[int]] = {}
+        for i in unfinished:
+            length = 0 if self.reading == "mixed lengths" else len(context_of(requests[i]))
+            by_length.setdefault(length, []).append(i)
+        return list(by_length.values())
 
     def interrupt(self) -> None:
         """Make a running `generate` return after its current token. Thread-safe; without effect when idle."""

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from verl_engine.contract.errors import ModelError
 from verl_engine.contract.model_code import why_not_loaded
+from verl_engine.engine.exact_attention import needs_eager
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,14 +25,16 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTra
         raise ModelError(f"model.path={folder} is not a Hugging Face model folder: it has no config.json")
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True, trust_remote_code=False
+            folder, dtype=dtype, local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(
             f"model.path={folder} cannot be loaded for the embedded rollout engine, which runs causal language "
-            f"models of transformers with sdpa attention: {why_not_loaded(error)}"
+            f"models of transformers: {why_not_loaded(error)}"
         ) from error
     assert isinstance(model, PreTrainedModel)
+    if needs_eager(model.config):
+        model.set_attn_implementation("eager")
     torch.nn.Module.to(model, device)  # Module's own: the override in transformers is untyped.
     model.requires_grad_(requires_grad=False)
     model.train(mode=False)

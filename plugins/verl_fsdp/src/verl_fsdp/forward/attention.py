@@ -1,7 +1,7 @@
 """Causal attention inside each sequence of a packed micro-batch, as a transformers attention function.
 
 Sequences of one length lie side by side (see `PackedBatch`), so each run of them is one dense batch: no mask is built,
-nothing is padded, and no token sees another sequence.
+nothing is padded, and no token sees another sequence. Scores with a soft cap, or with sinks, are computed eagerly.
 
 Shape legend: T packed tokens, t those of this rank where several split them (else T), H query heads, K key-value heads,
 D head dim, S sequences of a run, L their length.
@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -19,8 +20,6 @@ from verl_engine.contract.errors import ModelError
 from verl_fsdp.forward.sequence_parallel import trade_heads_for_tokens, trade_tokens_for_heads
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from verl_engine.batch.packed import SegmentRun
 
 PACKED_ATTENTION: Final = "verl_packed"
@@ -53,7 +52,8 @@ def packed_attention(  # noqa: PLR0913 - transformers' signature
         scaling: of the scores; by default 1 / sqrt(D).
         dropout: probability.
         kwargs: what else transformers passes: ``sliding_window``, the tokens that each token sees, itself included, or
-            None for all before it; the rest is ignored unless it would change the result.
+            None for all before it; ``softcap`` of the scores; ``s_aux``, [H] scores of sinks that take a part of each
+            softmax; the rest is ignored unless it would change the result.
     Returns:
         [1, t, H, D], and None for the attention weights.
     Raises:
@@ -61,55 +61,89 @@ def packed_attention(  # noqa: PLR0913 - transformers' signature
     Collectives: with a sequence group an all-to-all before and one after, and the same backward.
     """
     runs = _refuse_what_would_be_wrong(module, packed_runs, kwargs)
-    assert attention_mask is None, "packed attention builds no mask and takes none"
+    if attention_mask is not None:
+        raise ModelError(f"{type(module).__name__} hides tokens by a mask of its own")
+    sinks: torch.Tensor | None = kwargs.get("s_aux")
     if sequence_group is not None:
         query, key, value = trade_tokens_for_heads(query, key, value, sequence_group)
+        if sinks is not None:
+            sinks = sinks.chunk(dist.get_world_size(sequence_group))[dist.get_rank(sequence_group)]
     if not query.shape[2] == key.shape[2] == runs[-1].stop:
         raise ModelError(
             f"{type(module).__name__} attends from {query.shape[2]} tokens to {key.shape[2]}, but the micro-batch has "
-            f"{runs[-1].stop}: packed attention cannot tell them apart; set engine.packing=false"
+            f"{runs[-1].stop}: packed attention cannot tell them apart"
         )
     sliding_window: int | None = kwargs.get("sliding_window")
+    softcap: float | None = kwargs.get("softcap")
     outputs = []
     for run in runs:
         q_SHLD, k_SKLD, v_SKLD = (_run_view(tensor, run) for tensor in (query, key, value))
         window = sliding_window is not None and run.length > sliding_window
-        out_SHLD = scaled_dot_product_attention(
-            q_SHLD,
-            k_SKLD,
-            v_SKLD,
-            attn_mask=_window_mask(run.length, sliding_window, query.device) if window else None,
-            dropout_p=dropout,
-            is_causal=not window,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        mask_LL = _window_mask(run.length, sliding_window, query.device) if window else None
+        if softcap is None and sinks is None:
+            out_SHLD = scaled_dot_product_attention(
+                q_SHLD,
+                k_SKLD,
+                v_SKLD,
+                attn_mask=mask_LL,
+                dropout_p=dropout,
+                is_causal=not window,
+                scale=scaling,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        else:
+            mask_LL = _window_mask(run.length, None, query.device) if mask_LL is None else mask_LL
+            probs_SHLL = _probabilities(q_SHLD, k_SKLD, mask_LL, scaling, softcap, sinks)
+            out_SHLD = torch.nn.functional.dropout(probs_SHLL, dropout) @ _for_each_query_head(v_SKLD, query.shape[1])
         outputs.append(out_SHLD.transpose(1, 2).reshape(1, run.num_sequences * run.length, *out_SHLD.shape[1::2]))
     output = torch.cat(outputs, dim=1)
     return output if sequence_group is None else trade_heads_for_tokens(output, sequence_group), None
 
 
+def _probabilities(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask_LL: torch.Tensor,
+    scaling: float | None,
+    softcap: float | None,
+    sinks_H: torch.Tensor | None,
+) -> torch.Tensor:
+    """Compute what sdpa cannot: [S, H, L, L] in the dtype of the queries, the softmax in float32.
+
+    Source: ``eager_attention_forward`` of transformers' Gemma 2 (soft cap) and gpt-oss (sinks).
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = (query @ _for_each_query_head(key, query.shape[1]).transpose(2, 3)) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~mask_LL, -torch.inf)
+    if sinks_H is not None:
+        scores = torch.cat([scores, sinks_H.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    return scores.softmax(dim=-1, dtype=torch.float32)[..., : mask_LL.shape[0]].to(query.dtype)
+
+
+def _for_each_query_head(states_SKLD: torch.Tensor, num_heads: int) -> torch.Tensor:
+    return states_SKLD.repeat_interleave(num_heads // states_SKLD.shape[1], dim=1)
+
+
 def _refuse_what_would_be_wrong(
     module: torch.nn.Module, runs: tuple[SegmentRun, ...] | None, kwargs: dict[str, Any]
 ) -> tuple[SegmentRun, ...]:
-    """Check that the layer asks for no more than causal attention, with a window at most, and return the runs."""
+    """Check that the layer asks for no more than what is computed here, and return the runs."""
     name = type(module).__name__
     if runs is None:
         raise ModelError(
             f"{name} was not told where the packed sequences lie, and would mix them: its model does not hand "
-            "packed_runs on to attention; set engine.packing=false"
+            "packed_runs on to attention"
         )
-    for argument in ("softcap", "s_aux", "position_bias"):
-        if kwargs.get(argument) is not None:
-            raise ModelError(
-                f"{name} uses {argument}, which packed attention does not compute; set engine.packing=false"
-            )
+    if kwargs.get("position_bias") is not None:
+        raise ModelError(f"{name} uses position_bias, which packed attention does not compute")
     if not kwargs.get("is_causal", getattr(module, "is_causal", True)):
-        raise ModelError(f"{name} is not causal, and packed attention always is; set engine.packing=false")
+        raise ModelError(f"{name} is not causal, and packed attention always is")
     if "sliding_window" not in kwargs and _has_window(module):
         raise ModelError(
             f"{name} has a sliding window that it does not pass to attention (only to a mask, which packed attention "
-            "does without); set engine.packing=false"
+            "does without)"
         )
     return runs
 

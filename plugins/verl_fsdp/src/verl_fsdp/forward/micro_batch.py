@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from verl_engine.batch.packed import PackedBatch
-    from verl_fsdp.config import ShardedConfig
     from verl_fsdp.forward.head import Head
 
 
@@ -42,24 +41,24 @@ class ModelRun:
 def forward(
     model: torch.nn.Module,
     head: Head,
-    config: ShardedConfig,
     batch: PackedBatch,
     temperature: float,
     sequence: dist.ProcessGroup | None,
+    *,
+    is_packed: bool,
 ) -> TokenOutput:
     """Run the model on a micro-batch; see `Engine.forward`.
 
     Args:
         model: sharded.
         head: what it ends in.
-        config: of the engine.
         batch: the micro-batch; the same on all ranks of `sequence`.
         temperature: divides the logits.
         sequence: the ranks that split the tokens among them; None where nobody does.
+        is_packed: sequences lie end to end; else each has a row.
     """
-    return output_of(
-        model, head, _packed(batch, sequence) if config.packing else padded(batch), batch, temperature, sequence
-    )
+    run = _packed(batch, sequence) if is_packed else padded(batch)
+    return output_of(model, head, run, batch, temperature, sequence)
 
 
 def output_of(

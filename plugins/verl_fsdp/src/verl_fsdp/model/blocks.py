@@ -44,7 +44,7 @@ def blocks(model: PreTrainedModel, config: TorchShardedConfig) -> list[torch.nn.
 
 
 def own_blocks(model: PreTrainedModel, remedy: str) -> list[torch.nn.Module]:
-    """Return the modules that the model's authors say must stay whole; see `blocks`.
+    """Return the modules that the model's authors say must stay whole, or else its layers; see `blocks`.
 
     Args:
         model: not sharded yet.
@@ -53,7 +53,7 @@ def own_blocks(model: PreTrainedModel, remedy: str) -> list[torch.nn.Module]:
         ModelError: the model's authors name none.
     """
     names = _no_split_modules(model)
-    found = _of_classes(model, names)
+    found = _of_classes(model, names) or [layer for _, _, layers in layer_lists(model) for layer in layers]
     tied = tied_outside(model, found)
     if tied:
         _LOG.info("not sharded one by one, for they share weights with other modules: %s", ", ".join(sorted(tied)))
@@ -102,6 +102,17 @@ def _named(model: PreTrainedModel, wrap: tuple[str, ...]) -> list[torch.nn.Modul
             f"alone they would each have their own; leave {kind!r} out, or name a class that holds both"
         )
     return found
+
+
+def layer_lists(model: PreTrainedModel) -> list[tuple[torch.nn.Module, str, torch.nn.ModuleList]]:
+    """Return the lists of as many modules as the model has layers: who holds each, by which name, and the list."""
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    return [
+        (owner, name, child)
+        for owner in model.modules()
+        for name, child in owner.named_children()
+        if isinstance(child, torch.nn.ModuleList) and len(child) == count
+    ]
 
 
 def _no_split_modules(model: PreTrainedModel) -> set[str]:

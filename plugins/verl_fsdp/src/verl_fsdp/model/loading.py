@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from verl_engine.contract.errors import ModelError
 from verl_engine.contract.model_code import why_not_loaded
-from verl_fsdp.forward.attention import PACKED_ATTENTION
 from verl_fsdp.model.lora import inject_adapters
+from verl_fsdp.model.packable import choose_attention
 from verl_fsdp.model.value_head import auto_class, load_arguments, what_it_is
 
 if TYPE_CHECKING:
@@ -38,12 +38,11 @@ def load_model(config: ShardedConfig, model_folder: Path, attention: str | None 
     Args:
         config: the ``engine`` section.
         model_folder: of Hugging Face's kind.
-        attention: transformers' name of an attention function; by default ours where sequences are packed.
+        attention: transformers' name of an attention function; by default what `choose_attention` finds right.
     Raises:
         ModelError: the folder does not hold such a model; the cause is chained on rank 0, and every rank raises it.
     Collectives: a broadcast from rank 0, and one all-gather, of small objects.
     """
-    attention = attention or (PACKED_ATTENTION if config.packing else "sdpa")
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     if num_ranks == 1:
         return _read(config, model_folder, attention)
@@ -54,13 +53,13 @@ def load_model(config: ShardedConfig, model_folder: Path, attention: str | None 
             model = _read(config, model_folder, attention)
         except ModelError as error:
             failure = error
-    plan: list[Any] = [None if model is None else (type(model), model.config), str(failure or "")]
+    plan: list[Any] = [None if model is None else (type(model), model.config, _attention(model)), str(failure or "")]
     dist.broadcast_object_list(plan, src=0)
     if plan[0] is None:
         raise failure or ModelError(plan[1])
     if model is None:
         try:
-            model = _skeleton(config, attention, *plan[0])
+            model = _skeleton(config, *plan[0])
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for this one
             failure = error
     failures = [""] * num_ranks
@@ -74,8 +73,8 @@ def load_model(config: ShardedConfig, model_folder: Path, attention: str | None 
     return model
 
 
-def _read(config: ShardedConfig, model_folder: Path, attention: str) -> PreTrainedModel:
-    """Load the whole model."""
+def _read(config: ShardedConfig, model_folder: Path, attention: str | None) -> PreTrainedModel:
+    """Load the whole model, and find out how it is to attend."""
     try:
         with _seeded(config.seed):
             model, info = auto_class(config).from_pretrained(
@@ -88,6 +87,8 @@ def _read(config: ShardedConfig, model_folder: Path, attention: str) -> PreTrain
                 output_loading_info=True,
             )
             _require_plain(model, model_folder)
+            if attention is None:
+                choose_attention(model, config)
             _finish(model, config)
     except ModelError:
         raise
@@ -119,7 +120,7 @@ def _require_plain(model: Any, model_folder: Path) -> None:
 
 
 def _skeleton(
-    config: ShardedConfig, attention: str, model_class: type[Any], model_config: PreTrainedConfig
+    config: ShardedConfig, model_class: type[Any], model_config: PreTrainedConfig, attention: str
 ) -> PreTrainedModel:
     """Build the same model without reading or allocating weights."""
     with _seeded(config.seed), torch.device("meta"):
@@ -128,6 +129,10 @@ def _skeleton(
         )
         _finish(model, config)
     return cast("PreTrainedModel", model)
+
+
+def _attention(model: PreTrainedModel) -> str:
+    return cast("str", model.config._attn_implementation)  # noqa: SLF001 - no public access
 
 
 def _finish(model: PreTrainedModel, config: ShardedConfig) -> None:

@@ -1,60 +1,87 @@
-"""Which models can be packed, and which split over ranks that share a micro-batch."""
+"""How a model attends: packed where that is right for it, else one sequence a row; and never without what it needs."""
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from verl_engine.contract.errors import ModelError
+from verl_engine.engine.exact_attention import needs_eager
+from verl_fsdp.forward.attention import PACKED_ATTENTION
+from verl_fsdp.model.trial import tell_sequences_apart
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from verl_fsdp.config import ShardedConfig
 
+_LOG = logging.getLogger(__name__)
 _PACKABLE_LAYERS: Final = frozenset({"full_attention", "sliding_attention", "moe", "mlp", "dense", "sparse"})
 """Those of transformers' layer types in which tokens meet in plain causal attention only, or not at all."""
 
 
-def check_packable(model: PreTrainedModel, config: ShardedConfig) -> None:
-    """Check that a packed model mixes tokens by our attention only, and that its heads divide.
+def choose_attention(model: PreTrainedModel, config: ShardedConfig) -> None:
+    """Set the attention that the model is to run with; the answer is in its config, see `is_packed`.
 
-    A convolution or a recurrent state runs from one packed sequence into the next, and stops short at the tokens of
-    this rank, without a word. So does the attention of models that do not look theirs up in transformers' registry:
-    they take the name of ours, and go on with their own. And models of RoBERTa's kind begin to count positions at 2.
+    A packed model mixes tokens by our attention only. A convolution or a recurrent state would run from one sequence
+    into the next, and so would an attention that transformers' registry does not lead to. Such models get one sequence
+    a row: right, though padded. In rows too, what transformers' sdpa would leave out (a soft cap) is computed eagerly.
+
+    Args:
+        model: with its weights, in memory; as transformers loads it by default.
+        config: of the engine.
+    Raises:
+        ModelError: ``sequence_parallel_size`` needs packing, or does not divide the attention heads; or the model is
+            no causal one.
+    """
+    in_rows = "eager" if needs_eager(model.config) else model.config._attn_implementation  # noqa: SLF001 - no public access
+    reason = why_not_packed(model) if config.packing else "engine.packing=false"
+    if reason is None:
+        check_heads(model, config)
+        reason = tell_sequences_apart(model, PACKED_ATTENTION)
+    if reason is not None:
+        if config.sequence_parallel_size > 1:
+            raise ModelError(
+                f"engine.sequence_parallel_size={config.sequence_parallel_size} splits packed sequences, and "
+                f"{type(model).__name__} cannot be packed: {reason}; set engine.sequence_parallel_size=1"
+            )
+        if config.packing:
+            _LOG.warning("%s runs one sequence a row, padded, not packed: %s", type(model).__name__, reason)
+        reason = tell_sequences_apart(model, in_rows)
+        if reason is not None:
+            raise ModelError(f"{type(model).__name__} is not a causal language model that can be trained: {reason}")
+
+
+def is_packed(model: PreTrainedModel) -> bool:
+    """Whether `choose_attention` found that sequences can lie end to end."""
+    return bool(model.config._attn_implementation == PACKED_ATTENTION)  # noqa: SLF001 - no public access
+
+
+def check_heads(model: PreTrainedModel, config: ShardedConfig) -> None:
+    """Check that the ranks which split sequences can divide the attention heads.
 
     Raises:
-        ModelError: the model cannot be packed, or ``sequence_parallel_size`` does not divide the attention heads.
+        ModelError: they cannot.
     """
-    if not config.packing:
-        return
-    name, text_config = type(model).__name__, model.config.get_text_config(decoder=True)
-    without = "engine.packing=false"
-    if config.sequence_parallel_size > 1:
-        without += f" and engine.sequence_parallel_size=1 (it is {config.sequence_parallel_size})"
-    if not model._can_set_attn_implementation():  # noqa: SLF001 - such a model takes ours, and never calls it
-        raise ModelError(
-            f"{name} computes attention in its own way, which cannot be told where packed sequences end; set {without}"
-        )
-    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
-        raise ModelError(
-            f"{name} counts positions itself, from another number than 0, and would take those of packed sequences for "
-            f"its own; set {without}"
-        )
-    mixers = _other_mixers(model, text_config)
-    if mixers:
-        raise ModelError(
-            f"{name} has layers through which packed sequences would run into each other ({', '.join(mixers)}): only "
-            f"causal attention, with or without a sliding window, can be packed; set {without}"
-        )
-    heads = getattr(text_config, "num_attention_heads", None)
+    heads = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", None)
     if isinstance(heads, int) and heads % config.sequence_parallel_size:
         allowed = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
         raise ModelError(
             f"engine.sequence_parallel_size={config.sequence_parallel_size} does not divide the {heads} attention "
-            f"heads of {name}; use one of {allowed}"
+            f"heads of {type(model).__name__}; use one of {allowed}"
         )
+
+
+def why_not_packed(model: PreTrainedModel) -> str | None:
+    """Say what would make packed sequences run into each other; None if nothing is known."""
+    if not model._can_set_attn_implementation():  # noqa: SLF001 - such a model takes ours, and never calls it
+        return "it computes attention in its own way, which cannot be told where sequences end"
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        return "it counts positions itself, from another number than 0"
+    mixers = _other_mixers(model, model.config.get_text_config(decoder=True))
+    return f"it has layers through which sequences would run into each other ({', '.join(mixers)})" if mixers else None
 
 
 def _other_mixers(model: PreTrainedModel, text_config: Any) -> list[str]:

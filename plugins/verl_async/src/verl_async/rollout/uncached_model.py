@@ -1,0 +1,41 @@
+"""A model whose state between tokens cannot be kept: each step reads its rows anew, from the first token on.
+
+Shapes: B rows of equal length S, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedModel
+
+
+class UncachedModel:
+    """As `CachedModel`, for rows of equal length; slower with each token."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._ids_BS: torch.Tensor
+
+    def prefill(self, contexts: Sequence[tuple[int, ...]]) -> torch.Tensor:
+        """Read one context a row and return the [B, V] logits after each."""
+        self._ids_BS = torch.tensor(contexts, device=self._model.device)
+        return self._forward()
+
+    def step(self, token_B: torch.Tensor) -> torch.Tensor:
+        """Read one more token a row and return the [B, V] logits after it."""
+        self._ids_BS = torch.cat([self._ids_BS, token_B[:, None]], dim=1)
+        return self._forward()
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Make row i what row rows[i] was; rows may be repeated or left out."""
+        self._ids_BS = self._ids_BS[rows]
+
+    def _forward(self) -> torch.Tensor:
+        logits: torch.Tensor = self._model(input_ids=self._ids_BS, use_cache=False).logits
+        return logits[:, -1]

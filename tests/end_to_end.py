@@ -228,7 +228,7 @@ def shared_memory() -> set[Path]:
     return {path for path in SHARED_MEMORY.iterdir() if not path.name.startswith("sem.")}
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
     """Wait until something becomes true; processes that were told to end take a moment."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -73,31 +73,48 @@ def packed_attention(  # noqa: PLR0913 - transformers' signature
             f"{type(module).__name__} attends from {query.shape[2]} tokens to {key.shape[2]}, but the micro-batch has "
             f"{runs[-1].stop}: packed attention cannot tell them apart"
         )
-    sliding_window: int | None = kwargs.get("sliding_window")
-    softcap: float | None = kwargs.get("softcap")
     outputs = []
     for run in runs:
-        q_SHLD, k_SKLD, v_SKLD = (_run_view(tensor, run) for tensor in (query, key, value))
-        window = sliding_window is not None and run.length > sliding_window
-        mask_LL = _window_mask(run.length, sliding_window, query.device) if window else None
-        if softcap is None and sinks is None:
-            out_SHLD = scaled_dot_product_attention(
-                q_SHLD,
-                k_SKLD,
-                v_SKLD,
-                attn_mask=mask_LL,
-                dropout_p=dropout,
-                is_causal=not window,
-                scale=scaling,
-                enable_gqa=query.shape[1] != key.shape[1],
-            )
-        else:
-            mask_LL = _window_mask(run.length, None, query.device) if mask_LL is None else mask_LL
-            probs_SHLL = _probabilities(q_SHLD, k_SKLD, mask_LL, scaling, softcap, sinks)
-            out_SHLD = torch.nn.functional.dropout(probs_SHLL, dropout) @ _for_each_query_head(v_SKLD, query.shape[1])
+        out_SHLD = _attend(
+            *(_run_view(tensor, run) for tensor in (query, key, value)),
+            window=kwargs.get("sliding_window"),
+            scaling=scaling,
+            dropout=dropout,
+            softcap=kwargs.get("softcap"),
+            sinks_H=sinks,
+        )
         outputs.append(out_SHLD.transpose(1, 2).reshape(1, run.num_sequences * run.length, *out_SHLD.shape[1::2]))
     output = torch.cat(outputs, dim=1)
     return output if sequence_group is None else trade_heads_for_tokens(output, sequence_group), None
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    window: int | None,
+    scaling: float | None,
+    dropout: float,
+    softcap: float | None,
+    sinks_H: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend in a dense batch of [S, H or K, L, D]; return [S, H, L, D]."""
+    length = query.shape[2]
+    is_windowed = window is not None and length > window
+    if softcap is None and sinks_H is None:
+        return scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=_window_mask(length, window, query.device) if is_windowed else None,
+            dropout_p=dropout,
+            is_causal=not is_windowed,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+    probs_SHLL = _probabilities(query, key, _window_mask(length, window, query.device), scaling, softcap, sinks_H)
+    return torch.nn.functional.dropout(probs_SHLL, dropout) @ _for_each_query_head(value, query.shape[1])
 
 
 def _probabilities(

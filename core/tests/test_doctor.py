@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from core.tests.fake_distributions import HOOKS, write_distribution
+from core.tests.test_doctor_conflicts import installed
 from verl_engine.command.app import main
 from verl_engine.command.doctor import machine
-from verl_engine.command.doctor.conflicts import find_conflicts
 from verl_engine.command.doctor.environment import Situation, read_environment
 from verl_engine.command.doctor.findings import Finding
 from verl_engine.command.doctor.machine import find_devices, machine_findings
 from verl_engine.contract.names import BACKENDS_GROUP, COMMANDS_GROUP
-from verl_engine.host.distributions import Distribution
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,17 +37,6 @@ def engine_prepare_process(config):
     patch("toy_framework:size", replace)
     import toy_framework
 """
-
-
-def installed(**versions: str) -> dict[str, Distribution]:
-    """Fake distributions, some with requirements after a bar: ``torchvision="0.1|torch==2.0"``."""
-    found = {}
-    for key, text in versions.items():
-        version, _, requirement = text.partition("|")
-        name = key.replace("_", "-")
-        metadata = f"Name: {name}\nRequires-Dist: {requirement}\n" if requirement else f"Name: {name}\n"
-        found[name] = Distribution(name, version, {"METADATA": metadata}.get)
-    return found
 
 
 def hints(environment: dict[str, str], cores: int = 8, num_ranks: int = 1, npu: bool = False) -> dict[str, str]:
@@ -138,43 +126,6 @@ def test_variables_that_matter_are_shown_and_secrets_are_not() -> None:
     assert found["HCCL_BUFFSIZE"] == "200"
     assert found["OMP_NUM_THREADS"] is None
     assert "HOME" not in found
-
-
-@pytest.mark.parametrize(
-    ("versions", "subjects"),
-    [
-        ({"torch": "2.13.0+cpu"}, []),
-        ({"torch": "2.13.0+cpu", "torchvision": "0.28.0|torch==2.13.0"}, []),
-        ({"torch": "2.13.0+cpu", "torchvision": "0.20.0|torch==2.5.0"}, ["warning torchvision"]),
-        ({"torchaudio": "2.5.0|torch==2.5.0"}, ["warning torchaudio"]),
-        ({"torch": "2.7.1+cpu", "torch_npu": "2.7.1.post2"}, []),
-        ({"torch": "2.8.0", "torch_npu": "2.7.1"}, ["error torch_npu"]),
-        ({"torch": "2.8.0+cpu", "triton": "3.4.0"}, ["warning triton"]),
-        ({"triton": "3.4.0", "triton_ascend": "3.2.0"}, ["error triton"]),
-    ],
-)
-def test_distributions_that_do_not_go_together_are_found(versions: dict[str, str], subjects: list[str]) -> None:
-    found = find_conflicts(installed(**versions), {"cpu": []})
-    assert [f"{finding.severity} {finding.subject}" for finding in found] == subjects
-    assert all(finding.mend for finding in found)
-
-
-def test_triton_belongs_beside_a_gpu() -> None:
-    assert find_conflicts(installed(torch="2.8.0", triton="3.4.0"), {"cpu": [], "cuda": ["H100"]}) == []
-
-
-@pytest.mark.fault(34)
-@pytest.mark.parametrize("others", [{"torch_npu": "2.8.0"}, {"torch_npu": "2.8.0", "triton_ascend": "3.2.0"}])
-def test_an_npu_keeps_the_module_triton(others: dict[str, str]) -> None:
-    [finding] = find_conflicts(installed(torch="2.8.0", triton="3.4.0", **others), {"cpu": []})
-    assert str(finding.mend).endswith("&& python -m pip install triton-ascend")
-    assert find_conflicts(installed(torch="2.8.0", torch_npu="2.8.0", triton_ascend="3.2.0"), {"cpu": []}) == []
-
-
-def test_torch_npu_says_which_torch_it_goes_with() -> None:
-    [finding] = find_conflicts(installed(torch="2.8.0", torch_npu="2.7.1"), {"cpu": []})
-    assert finding.text == "torch_npu 2.7.1 goes with torch 2.7.1, but torch 2.8.0 is installed"
-    assert finding.mend == "python -m pip install torch==2.7.1"
 
 
 def test_an_error_breaks_the_backend_that_it_concerns_and_a_warning_none() -> None:

@@ -285,8 +285,7 @@ def test_two_roles_share_a_process_only_with_the_same_sizes(model_folder: Path, 
 
 def patched(rank: int, folder: Path) -> tuple[str, str]:
     patch = {"target": "transformers.models.qwen3.modeling_qwen3.rotate_half", "replacement": "torch.neg"}
-    again = "transformers.models.qwen3.modeling_qwen3.repeat_kv"
-    first = refusal(lambda: build(rank, folder, module_patches=[patch | {"replacement": again}]))
+    first = refusal(lambda: build(rank, folder, module_patches=[patch | {"replacement": "torch.abs"}]))
     return first, refusal(lambda: build(rank, folder, module_patches=[patch]))
 
 

@@ -54,3 +54,10 @@ def test_torch_npu_says_which_torch_it_goes_with() -> None:
     [finding] = find_conflicts(installed(torch="2.8.0", torch_npu="2.7.1"), {"cpu": []})
     assert finding.text == "torch_npu 2.7.1 goes with torch 2.7.1, but torch 2.8.0 is installed"
     assert finding.mend == "python -m pip install torch==2.7.1"
+
+
+def test_torch_npu_older_than_the_engines_need_is_replaced_with_its_torch() -> None:
+    core = "0.1.0|torch>=2.9; extra == 'engine'"
+    [finding] = find_conflicts(installed(torch="2.9.1", torch_npu="2.7.1", verl_engine_core=core), {"cpu": []})
+    assert finding.text.endswith("but torch 2.9.1 is installed; the engines need torch >=2.9")
+    assert "torch==VERSION torch_npu==VERSION" in str(finding.mend)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from packaging.requirements import Requirement
+
 from verl_engine.command.doctor.findings import Finding
 from verl_engine.host.requirements import missing_requirements
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    from packaging.specifiers import SpecifierSet
 
     from verl_engine.host.distributions import Distribution
 
@@ -50,13 +54,21 @@ def _torch_npu(installed: Mapping[str, Distribution]) -> Iterator[Finding]:
     torch, npu = installed.get("torch"), installed.get("torch-npu")
     if torch is None or npu is None or _release(torch.version) == _release(npu.version):
         return
-    wanted = _release(npu.version)
-    yield Finding(
-        "error",
-        "torch_npu",
-        f"torch_npu {npu.version} goes with torch {wanted}, but torch {torch.version} is installed",
-        f"python -m pip install torch=={wanted}",
-    )
+    wanted, needed = _release(npu.version), _needed_torch(installed)
+    text = f"torch_npu {npu.version} goes with torch {wanted}, but torch {torch.version} is installed"
+    if needed is None or wanted in needed:
+        yield Finding("error", "torch_npu", text, f"python -m pip install torch=={wanted}")
+    else:
+        mend = "python -m pip install --upgrade torch==VERSION torch_npu==VERSION, the same version of both"
+        yield Finding("error", "torch_npu", f"{text}; the engines need torch {needed}", mend)
+
+
+def _needed_torch(installed: Mapping[str, Distribution]) -> SpecifierSet | None:
+    """Return which versions of torch the core asks for."""
+    core = installed.get("verl-engine-core")
+    headers = core.read_headers() if core else []
+    requirements = [Requirement(text) for field, text in headers if field == "requires-dist"]
+    return next((requirement.specifier for requirement in requirements if requirement.name == "torch"), None)
 
 
 def _triton(installed: Mapping[str, Distribution], devices: Mapping[str, list[str]]) -> Iterator[Finding]:

@@ -1,6 +1,6 @@
 """Gradients under FSDP1: when they are reduced, and how they and an unfinished pass are forgotten.
 
-All that is private in FSDP1 and concerns a pass is touched here, and nowhere else; names are those of torch 2.7 to
+All that is private in FSDP1 and concerns a pass is touched here, and nowhere else; names are those of torch 2.9 to
 2.13.
 """
 

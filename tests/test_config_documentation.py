@@ -26,7 +26,8 @@ for name in OURS:
 
 def config_classes(root: type[StrictModel] = StrictModel) -> Iterator[type[StrictModel]]:
     for subclass in root.__subclasses__():
-        if subclass.__module__.startswith("verl_"):
+        # What is below `verl_engine.engine` describes files, such as a checkpoint's manifest, and not settings.
+        if subclass.__module__.startswith("verl_") and not subclass.__module__.startswith("verl_engine.engine."):
             yield subclass
             yield from config_classes(subclass)
 

@@ -42,7 +42,7 @@ def test_reward_function_fails(task: Task, tmp_path: Path, cluster: Cluster, fun
     ("setting", "actor", "name", "is_rescued"),
     [
         ("trainer.num_ranks=2", "TrainerActor", r"trainer rank \d", True),
-        ("rollout.num_workers=2", "RolloutActor", r"rollouter-\d", False),
+        pytest.param("rollout.num_workers=2", "RolloutActor", r"rollouter-\d", False, marks=pytest.mark.nightly),
     ],
 )
 def test_actor_is_killed(task: Task, tmp_path: Path, setting: str, actor: str, name: str, is_rescued: bool) -> None:

@@ -62,6 +62,7 @@ def test_sigterm_is_like_ctrl_c(task: Task, tmp_path: Path) -> None:
     assert (ended.output / "model" / "model.safetensors").exists()
 
 
+@pytest.mark.nightly
 def test_ctrl_c_while_ray_starts(task: Task, tmp_path: Path) -> None:
     with Job("train", task.train, tmp_path / "out") as job:
         job.wait_for_process("gcs_server")

@@ -34,6 +34,7 @@ def test_the_recipe_trains_on_two_ranks_that_split_each_layer(task: Task, tmp_pa
     check_model_loads(ended.output / "model")
 
 
+@pytest.mark.nightly
 def test_two_pipeline_ranks_train_as_one_rank_of_fsdp2(task: Task, tmp_path: Path, cluster: Cluster) -> None:
     one = train(task, cluster, tmp_path / "one")
     two = train(

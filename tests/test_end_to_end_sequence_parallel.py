@@ -28,6 +28,7 @@ def train(task: Task, cluster: Cluster, folder: Path, *settings: str) -> Ended:
     return ended
 
 
+@pytest.mark.nightly
 def test_two_ranks_that_split_sequences_train_as_one_rank(task: Task, tmp_path: Path, cluster: Cluster) -> None:
     one = train(task, cluster, tmp_path / "one")
     two = train(task, cluster, tmp_path / "two", "trainer.num_ranks=2", "engine.sequence_parallel_size=2")

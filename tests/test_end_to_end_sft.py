@@ -24,6 +24,7 @@ def test_with_evaluation(task: Task, tmp_path: Path, cluster: Cluster) -> None:
     assert [record["step"] for record in ended.records("evaluation")] == [0, 2, 3]
 
 
+@pytest.mark.nightly
 def test_without_evaluation_starts_no_rollout_worker(task: Task, tmp_path: Path, cluster: Cluster) -> None:
     ended = run("sft", task.sft, tmp_path / "out", cluster=cluster)
     check_training(ended, task.model)

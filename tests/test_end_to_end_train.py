@@ -43,6 +43,7 @@ def test_one_rank_leaves_complete_results(task: Task, tmp_path: Path) -> None:
     check_model_loads(ended.output / "model")
 
 
+@pytest.mark.nightly
 def test_two_ranks_two_workers_on_policy(task: Task, tmp_path: Path, cluster: Cluster) -> None:
     ended = run(
         "train", task.train, tmp_path / "out", "trainer.num_ranks=2", "rollout.num_workers=2",

@@ -191,7 +191,7 @@ def test_gradients_are_clipped() -> None:
 
 
 def test_training_mode_reaches_every_module() -> None:
-    engine = make()
+    engine = make(dropout="model")
     engine.set_training(False)
     assert not engine.module.get_submodule("inner").training
     engine.set_training(True)

@@ -52,8 +52,8 @@ class Bench:
         return folder
 
     def driver(self, kind: str = "plain", **settings: Any) -> Driver:
-        """Build an engine from a tiny model; from that with dropout one that draws it, unless told otherwise."""
-        if kind == "dropout":
+        """Build an engine from a tiny model; unless told otherwise, one that draws dropout where train mode counts."""
+        if kind in ("dropout", "buffered"):
             settings = {"dropout": "model", **settings}
         folder = self.model(kind)
         if kind in ("plain", "other"):

@@ -14,6 +14,7 @@ from verl_engine.batch.packed import SegmentRun
 from verl_engine.contract.errors import ModelError
 from verl_fsdp.forward.attention import PACKED_ATTENTION
 from verl_fsdp.model.blocks import layer_lists
+from verl_fsdp.model.rotary import rotary_limit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,7 +71,9 @@ def _attend_by(model: PreTrainedModel, attention: str) -> None:
 def _rows(model: PreTrainedModel) -> list[torch.Tensor]:
     """Return tokens that the model has, the first row the beginning of the others."""
     config = model.config.get_text_config(decoder=True)
-    limit = max(getattr(config, "max_position_embeddings", None) or 0, 0) or max(_LENGTHS)  # -1 is no limit in XLNet
+    rotary = rotary_limit(model)  # beyond it a token's frequencies depend on those that come after it
+    limits = [getattr(config, "max_position_embeddings", None), rotary and rotary.num_tokens]
+    limit = min((limit for limit in limits if limit and limit > 0), default=max(_LENGTHS))  # -1 is no limit in XLNet
     padding = getattr(config, "pad_token_id", None)
     tokens = [token for token in range(min(config.vocab_size, max(_LENGTHS))) if token != padding]
     return [torch.tensor((tokens * max(_LENGTHS))[: min(length, limit)]) for length in _LENGTHS]

@@ -38,7 +38,7 @@ def test_reads_parquet(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "1+2="}, "no column 'response'; columns found: prompt; expected 'response', a text"),
+        ({"prompt": "1+2="}, "no column 'response'; columns found: 'prompt'; expected 'response', a text"),
         ({"response": "3"}, "no column 'prompt'"),
         ({"prompt": "1+2=", "response": ""}, "response is ''; expected a text that is not empty"),
         ({"prompt": "1+2=", "response": 3}, "response is 3; expected a text that is not empty"),

@@ -13,6 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from verl_async.data.prompts import read_prompts
+from verl_async.data.rows import list_names
 from verl_async.errors import DataError
 
 if TYPE_CHECKING:
@@ -111,7 +112,10 @@ def without(column: str) -> dict[str, Any]:
         ('{"data_source": 1e999}', "not valid JSON (1e999 is larger than any number"),
         ("[" * 100_000, "not valid JSON (maximum recursion"),
         (b'"\xff"', "not UTF-8 text (invalid start byte at byte 1)"),
-        (without("prompt"), "no column 'prompt'; columns found: data_source, ability, reward_model, extra_info"),
+        (
+            without("prompt"),
+            "no column 'prompt'; columns found: 'data_source', 'ability', 'reward_model', 'extra_info'",
+        ),
         (without("data_source"), "no column 'data_source'"),
         (without("reward_model"), "no column 'reward_model'"),
         (GOOD | {"data_source": 3}, "data_source is 3; expected a text"),
@@ -146,7 +150,7 @@ def test_a_bad_parquet_row_is_named(tmp_path: Path) -> None:
 def test_a_missing_parquet_column_names_those_found(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "p.parquet", {"question": "1+2=", "data_source": "a"})
     with pytest.raises(
-        DataError, match="row 0: no column 'prompt'; columns found: question, data_source; expected 'prom"
+        DataError, match="row 0: no column 'prompt'; columns found: 'question', 'data_source'; expected 'prom"
     ):
         read_prompts(path, "data.prompts")
 
@@ -315,3 +319,10 @@ def test_deep_values_are_refused(tmp_path: Path) -> None:
     line = json.dumps(GOOD | {"extra_info": {"a": None}}).replace("null", "[" * 300 + "]" * 300)
     with pytest.raises(DataError, match="line 1: values are nested more than 100 deep"):
         read_prompts(write_jsonl(tmp_path / "p.jsonl", line), "data.prompts")
+
+
+@pytest.mark.fault(24)
+def test_long_and_many_columns_are_named_in_short() -> None:
+    assert list_names(["a", "b" * 100]) == f"'a', '{'b' * 36}..."
+    assert list_names([f"c{number}" for number in range(30)]).endswith("'c19', 10 more")
+    assert list_names([]) == "none"

@@ -13,7 +13,7 @@ from verl_async.data.examples import read_examples
 from verl_async.data.prompts import COLUMNS as PROMPT_COLUMNS
 from verl_async.data.prompts import read_prompts
 from verl_async.data.reward_process import open_reward
-from verl_async.data.rows import MEDIA
+from verl_async.data.rows import MEDIA, list_names
 from verl_async.job import optimizer_steps
 from verl_async.machine import check_port, check_processes, check_shared_memory
 from verl_async.model_folder import check_model_folder, remark_on_vocabulary
@@ -127,7 +127,7 @@ def _read_evaluation(job: TrainJob | SftJob) -> tuple[list[Prompt], list[str]]:
 def _remark_on_columns(where: str, found: set[str], used: Sequence[str]) -> list[str]:
     """Name the columns that nothing reads; verl's own ``ability`` is none that verl reads either."""
     unused = sorted(found - {*used, "ability", *MEDIA})
-    return [f"{where}: nothing reads the columns {', '.join(map(repr, unused))}"] if unused else []
+    return [f"{where}: nothing reads the columns {list_names(unused)}"] if unused else []
 
 
 def _try_reward(config: RewardConfig, prompts: Sequence[Prompt]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from verl_async.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
     from pathlib import Path
 
     import pyarrow as pa
@@ -24,6 +24,8 @@ MEDIA = ("image", "images", "video", "videos", "audio", "audios", "multi_modal_d
 """Columns of prompts that are more than text: the model would read a literal ``<image>`` and never see one."""
 _DEEPEST = 100
 """How deep values may lie in each other; copying and quoting far deeper ones fails."""
+_MOST_NAMED = 20
+"""Columns that one message lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class Row:
             DataError: the row has no such column, or null in it; says what was ``expected``.
         """
         if column not in self.values:
-            found = ", ".join(self.columns) or "none"
+            found = list_names(self.columns)
             raise DataError(
                 f"{self.where}: no column {column!r}; columns found: {found}; expected {column!r}, {expected}"
             )
@@ -65,6 +67,13 @@ def shorten(value: object, length: int = 80) -> str:
     except RecursionError:
         text = "a value that is nested too deeply"
     return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+def list_names(columns: Collection[str]) -> str:
+    """List columns in a message; long names are cut, and of many only the first are named."""
+    named = [shorten(name, 40) for name in list(columns)[:_MOST_NAMED]]
+    more = len(columns) - len(named)
+    return ", ".join([*named, *([f"{more} more"] if more else [])]) or "none"
 
 
 def read_rows(

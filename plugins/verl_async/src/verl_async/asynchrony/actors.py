@@ -55,10 +55,10 @@ class Trainer(Protocol):
     async def infer_batch(
         self, batches: ShareBatches, temperature: float, tag: str | None = None
     ) -> list[list[list[npt.NDArray[np.float32]]]]:
-        """Compute log-probs in the shape of `batches`, with the weights in force, or those kept under a tag."""
+        """Compute log-probs in the shape of `batches`, with the current weights, or those kept under a tag."""
 
     async def keep_weights(self, tag: str) -> None:
-        """Keep the weights in force aside, over what the tag held before."""
+        """Keep the current weights aside, over what the tag held before."""
 
     async def plan_weight_buckets(self, bucket_bytes: int, dtype: str) -> list[WeightBucket]:
         """Divide the weights into buckets."""
@@ -86,10 +86,10 @@ class RolloutClient(Protocol):
         """Check a bucket and copy it into the model."""
 
     async def commit_weights(self, version: int) -> Acknowledgement:
-        """Put the loaded weights in force."""
+        """Put the loaded weights in use."""
 
     async def save_pretrained(self, folder: Path) -> str:
-        """Write the weights in force as a Hugging Face folder, and return what they are: version and dtype."""
+        """Write the current weights as a Hugging Face folder, and return what they are: version and dtype."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""How well the weights in force answer held-out prompts."""
+"""How well the current weights answer held-out prompts."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class RolloutHost:
         self._checksums.append(checksum)
 
     def commit_weights(self, version: int) -> Acknowledgement:
-        """Put the loaded weights in force, and return what the engine then has.
+        """Put the loaded weights in use, and return what the engine then has.
 
         Raises:
             WeightsError: some weights did not arrive.
@@ -70,7 +70,7 @@ class RolloutHost:
         return Acknowledgement(self._engine.version, checksum)
 
     def save_pretrained(self, folder: Path) -> str:
-        """Write the weights in force, the last copy where the trainer is gone; return their version and dtype.
+        """Write the current weights, the last copy where the trainer is gone; return their version and dtype.
 
         Raises:
             WeightsError: a sync was under way, so that they are of two versions.

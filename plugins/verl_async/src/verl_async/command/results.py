@@ -71,7 +71,7 @@ def _attempt(write: Callable[[], object], problems: list[str]) -> None:
     """Write one result; what is wrong with it keeps no other from being written."""
     try:
         write()
-    except Exception as error:  # noqa: BLE001 - a figure that JSON cannot hold, a chart that cannot be drawn
+    except Exception as error:  # noqa: BLE001 - a number that JSON cannot hold, a chart that cannot be drawn
         problems.append(describe(error))
 
 

@@ -98,11 +98,11 @@ class RayRolloutClient:
         await answer(self.actor.load_bucket.remote(delivery.bucket, delivery.payload, delivery.checksum), self.name)
 
     async def commit_weights(self, version: int) -> Acknowledgement:
-        """Put the loaded weights in force."""
+        """Put the loaded weights in use."""
         acknowledgement: Acknowledgement = await answer(self.actor.commit_weights.remote(version), self.name)
         return acknowledgement
 
     async def save_pretrained(self, folder: Path) -> str:
-        """Write the weights in force as a Hugging Face folder."""
+        """Write the current weights as a Hugging Face folder."""
         about: str = await answer(self.actor.save_pretrained.remote(folder), self.name)
         return about

@@ -50,7 +50,7 @@ class EmbeddedEngine(RolloutEngine):
         """Generate all requests as one batch, or those of one length after the other; see `reading`.
 
         A request that has reached its end already, by a stop token or by its length, comes back at once. One with
-        tokens so far is read anew under the weights in force; its old tokens keep their log-probabilities and versions.
+        tokens so far is read anew under the current weights; its old tokens keep their log-probabilities and versions.
 
         Returns:
             One generation a request, in order; the ``so_far`` of the requests are not changed.
@@ -108,7 +108,7 @@ class EmbeddedEngine(RolloutEngine):
         self.version = version
 
     def save_pretrained(self, folder: Path) -> str:
-        """Write the weights in force as a Hugging Face folder, and return their dtype."""
+        """Write the current weights as a Hugging Face folder, and return their dtype."""
         self._folder_writer.write(self._model, self._model.state_dict().items(), folder)
         return str(self._model.dtype).removeprefix("torch.")
 

@@ -106,5 +106,5 @@ def test_a_torch_that_cannot_be_imported_is_an_error_without_traceback(tmp_path:
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{WITHOUT_PYTEST}"
     done = run_python("-c", code)
     assert done.returncode == 2
-    assert "error: the conformance kit cannot be imported: ImportError: no such library; see" in done.stderr
+    assert "error: the kit of kind backend cannot be imported: ImportError: no such library; see" in done.stderr
     assert "Traceback" not in done.stderr

@@ -10,7 +10,7 @@ import pytest
 
 from docs.generate_config_reference import BACKENDS, PAGE, render
 from tests.repository import PACKAGES
-from verl_engine.contract.names import BACKENDS_GROUP
+from verl_engine.contract.kinds import BACKEND
 from verl_engine.contract.strict_model import StrictModel
 from verl_engine.host.catalog import list_plugins
 
@@ -49,7 +49,7 @@ def test_every_setting_is_in_the_reference(config_class: type[StrictModel]) -> N
 
 
 def test_every_backend_of_ours_has_a_section() -> None:
-    ours = {entry.name for entry in list_plugins(BACKENDS_GROUP) if entry.distribution.replace("-", "_") in OURS}
+    ours = {entry.name for entry in list_plugins(BACKEND) if entry.distribution.replace("-", "_") in OURS}
     assert ours == BACKENDS.keys()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import verl_engine
 from tests.repository import PACKAGES, ROOT
-from verl_engine.host.known_plugins import KINDS
+from verl_engine.host.kinds import all_kinds, find_kind
 
 CORE = "verl-engine-core"
 PLUGINS = [package.name.replace("_", "-") for package in PACKAGES if package.name != "core"]
@@ -41,9 +41,13 @@ def test_core_asks_for_no_torch() -> None:
     ] == []
 
 
-@pytest.mark.parametrize("group", KINDS)
-def test_entry_points_lead_somewhere(group: str) -> None:
-    ours = [point for point in entry_points(group=group) if point.dist and point.dist.name in {CORE, *PLUGINS}]
+@pytest.mark.parametrize("kind", [kind.name for kind in all_kinds()])
+def test_entry_points_lead_somewhere(kind: str) -> None:
+    ours = [
+        point
+        for point in entry_points(group=find_kind(kind).group)
+        if point.dist and point.dist.name in {CORE, *PLUGINS}
+    ]
     assert ours
     for point in ours:
         assert point.load() is not None

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import json
 import sys
 import zipfile
 from importlib.metadata import Distribution as ImportlibDistribution
 from importlib.metadata import PathDistribution
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,15 +14,19 @@ from hypothesis import strategies as st
 from packaging.specifiers import SpecifierSet
 
 from core.tests.fake_distributions import write_distribution
-from verl_engine.host.catalog import PluginEntry, list_plugins, pip_install
+from verl_engine.contract.errors import UnknownPluginError
+from verl_engine.contract.kinds import BACKEND, CORE_KINDS, KindSpec
+from verl_engine.host.catalog import PluginEntry, list_plugins
 from verl_engine.host.distributions import Distribution, installed_distributions, normalize_name
+from verl_engine.host.install_hints import pip_install
+from verl_engine.host.loading import load_plugin
 from verl_engine.host.requirements import missing_requirements
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 GROUP = "fake.backends"
+FAKE = KindSpec("fake", GROUP, "engine.fake", reserved=frozenset({"taken"}))
 POINTS = {GROUP: {"toy": "toy_hooks"}}
 
 
@@ -35,9 +41,9 @@ def test_a_row_says_all_that_the_metadata_says_and_imports_nothing(site: Path) -
         keywords=["training", "verl-engine-api-1", "verl-engine-device-cpu", "verl-engine-device-npu"],
         requires=["numpy>=1", "no-such-thing>=2", 'only-extra; extra == "more"'],
     )
-    assert list_plugins(GROUP) == [
+    assert list_plugins(FAKE) == [
         PluginEntry(
-            group=GROUP,
+            kind=FAKE,
             name="toy",
             value="toy_hooks:hooks",
             distribution="Toy.Engine",
@@ -48,30 +54,31 @@ def test_a_row_says_all_that_the_metadata_says_and_imports_nothing(site: Path) -
             missing=("no-such-thing>=2",),
         )
     ]
-    assert list_plugins(GROUP)[0].mend == 'python -m pip install "no-such-thing>=2"'
+    assert list_plugins(FAKE)[0].fix == 'python -m pip install "no-such-thing>=2"'
     assert "toy_hooks" not in sys.modules
 
 
 def test_without_keywords_api_version_and_devices_are_unknown(site: Path) -> None:
     write_distribution(site, "toy", POINTS)
-    (entry,) = list_plugins(GROUP)
-    assert (entry.api_version, entry.devices, entry.mend, entry.fits_api) == (None, (), None, True)
+    (entry,) = list_plugins(FAKE)
+    assert (entry.api_version, entry.devices, entry.fix, entry.fits_api) == (None, (), None, True)
 
 
 def test_a_module_that_is_on_no_package_index_is_missed(site: Path) -> None:
     keywords = ["verl-engine-module-json", "verl-engine-module-no_such_module"]
-    write_distribution(site, "toy", POINTS, keywords=keywords)
-    (entry,) = list_plugins(GROUP)
-    assert entry.missing_modules == ("no_such_module",)
-    assert entry.mend == f"verl-engine doctor --backend {entry.name}"
+    write_distribution(site, "toys", {GROUP: {"toy": "x"}, BACKEND.group: {"a-toy": "x"}}, keywords=keywords)
+    (entry,), (backend, *_) = list_plugins(FAKE), list_plugins(BACKEND)
+    assert entry.missing_modules == backend.missing_modules == ("no_such_module",)
+    assert (entry.is_incomplete, entry.problem) == (True, "missing module no_such_module")
+    assert backend.fix == "verl-engine doctor --backend a-toy"
 
 
 @pytest.mark.parametrize(("version", "what"), [(0, "toy"), (2, "verl-engine-core")])
-def test_another_api_version_is_mended_by_upgrading_the_older_side(site: Path, version: int, what: str) -> None:
+def test_another_api_version_is_fixed_by_upgrading_the_older_side(site: Path, version: int, what: str) -> None:
     write_distribution(site, "toy", POINTS, keywords=[f"verl-engine-api-{version}"])
-    (entry,) = list_plugins(GROUP)
+    (entry,) = list_plugins(FAKE)
     assert not entry.fits_api
-    assert entry.mend == f"python -m pip install --upgrade {what}"
+    assert entry.fix == pip_install("--upgrade", what)
 
 
 def test_the_first_distribution_on_the_path_hides_others_of_its_normalized_name(
@@ -80,18 +87,38 @@ def test_the_first_distribution_on_the_path_hides_others_of_its_normalized_name(
     write_distribution(site, "toy-engine", POINTS, version="2.0", info="Toy_Engine-2.0.dist-info")
     write_distribution(tmp_path / "later", "toy_engine", POINTS, version="1.0")
     monkeypatch.setattr(sys, "path", [tmp_path, *sys.path, str(tmp_path / "later"), "not-there"])
-    assert [entry.version for entry in list_plugins(GROUP)] == ["2.0"]
+    assert [entry.version for entry in list_plugins(FAKE)] == ["2.0"]
 
 
 def test_two_distributions_with_one_name_are_both_listed(site: Path) -> None:
     write_distribution(site, "toy-b", POINTS)
     write_distribution(site, "toy-a", POINTS)
-    assert [entry.distribution for entry in list_plugins(GROUP)] == ["toy-a", "toy-b"]
+    assert [entry.distribution for entry in list_plugins(FAKE)] == ["toy-a", "toy-b"]
+
+
+@pytest.mark.fault(30)
+def test_a_name_of_two_distributions_has_a_line_for_each_that_says_what_stays(site: Path) -> None:
+    for name in ("toy-b", "toy-a"):
+        write_distribution(site, name, POINTS)
+    assert [(entry.problem, entry.fix) for entry in list_plugins(FAKE)] == [
+        ("name also offered by toy-b", "python -m pip uninstall toy-a  # to keep toy-b"),
+        ("name also offered by toy-a", "python -m pip uninstall toy-b  # to keep toy-a"),
+    ]
+
+
+@pytest.mark.fault(30)
+def test_a_name_that_the_owner_of_the_kind_has_itself_is_refused(site: Path) -> None:
+    write_distribution(site, "toy", {GROUP: {"taken": "toy_taken"}})
+    (entry,) = list_plugins(FAKE)
+    assert entry.problem == "name taken by verl-engine-core itself, which never loads this one"
+    assert entry.fix == "python -m pip uninstall toy"
+    with pytest.raises(UnknownPluginError, match="fake 'taken' is not a known fake"):
+        load_plugin(FAKE, "taken")
 
 
 def test_a_source_tree_with_egg_info_is_found(site: Path) -> None:
     write_distribution(site, "toy-engine", POINTS, version="0.3", info="toy_engine.egg-info")
-    assert [(entry.distribution, entry.version) for entry in list_plugins(GROUP)] == [("toy-engine", "0.3")]
+    assert [(entry.distribution, entry.version) for entry in list_plugins(FAKE)] == [("toy-engine", "0.3")]
 
 
 def test_leftovers_and_broken_metadata_disturb_nobody(site: Path) -> None:
@@ -101,7 +128,7 @@ def test_leftovers_and_broken_metadata_disturb_nobody(site: Path) -> None:
     broken = write_distribution(site, "broken", POINTS, requires=["this is ! no requirement", 'x; what == "y"'])
     (broken / "entry_points.txt").write_bytes(b"[" + GROUP.encode() + b"]\nno equals sign\n= x\n; c = d\nok = \xff\n")
     write_distribution(site, "toy", POINTS)
-    assert [entry.name for entry in list_plugins(GROUP)] == ["ok", "toy"]
+    assert [entry.name for entry in list_plugins(FAKE)] == ["ok", "toy"]
 
 
 def test_a_zip_file_on_the_path_is_searched(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +139,7 @@ def test_a_zip_file_on_the_path_is_searched(site: Path, tmp_path: Path, monkeypa
             if path.is_file():
                 file.write(path, path.relative_to(site))
     monkeypatch.setattr(sys, "path", [str(archive), *sys.path[1:]])
-    (entry,) = list_plugins(GROUP)
+    (entry,) = list_plugins(FAKE)
     assert (entry.distribution, entry.version, entry.api_version) == ("zipped", "1.0", 1)
     assert entry.missing == ("no-such-thing",)
 
@@ -127,7 +154,7 @@ def test_distributions_of_another_finder_are_found(tmp_path: Path, monkeypatch: 
             yield PathDistribution(info)
 
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder()])
-    assert [entry.distribution for entry in list_plugins(GROUP)] == ["hidden"]
+    assert [entry.distribution for entry in list_plugins(FAKE)] == ["hidden"]
 
 
 def test_every_distribution_that_importlib_finds_is_found() -> None:
@@ -196,3 +223,38 @@ def test_plain_versions_compare_as_packaging_does(version: str, operator: str, b
 
 def test_commands_quote_what_a_shell_would_read() -> None:
     assert pip_install("torch>=2", "rich") == 'python -m pip install "torch>=2" rich'
+
+
+@pytest.mark.fault(33)
+@pytest.mark.parametrize(
+    ("came_from", "line"),
+    [
+        (None, '"verl-toy[x]>=1" verl-other torch'),
+        ("file://{root}/core", '"{root}/plugins/verl_toy[x]" verl-other torch'),
+        (
+            "file://{root}/dist/verl_engine_core-1.0-py3-none-any.whl",
+            '--find-links {root}/dist "verl-toy[x]>=1" verl-other torch',
+        ),
+        ("https://example.org/core.whl", '"verl-toy[x]>=1" verl-other torch'),
+    ],
+)
+def test_a_package_of_this_project_is_installed_from_where_the_core_came(
+    site: Path, tmp_path: Path, came_from: str | None, line: str
+) -> None:
+    """None of them is on an index: what pip was given for the core, it is given for the others."""
+    core = write_distribution(site, "verl-engine-core", {})
+    if came_from is not None:
+        record = {"url": came_from.format(root=tmp_path), "dir_info": {}}
+        (core / "direct_url.json").write_text(json.dumps(record), encoding="utf-8")
+    folder = tmp_path / "plugins" / "verl_toy"
+    folder.mkdir(parents=True)
+    (folder / "pyproject.toml").touch()
+    assert pip_install("verl-toy[x]>=1", "verl-other", "torch") == f"python -m pip install {line.format(root=tmp_path)}"
+
+
+@pytest.mark.fault(33)
+def test_every_package_of_this_project_is_found_in_its_checkout() -> None:
+    known = {owner for kind in CORE_KINDS for owner in kind.known.values()}
+    for name in known:
+        folder = pip_install(name).removeprefix("python -m pip install ")
+        assert Path(folder, "pyproject.toml").is_file(), folder

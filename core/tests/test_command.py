@@ -12,6 +12,7 @@ from core.tests.fake_distributions import write_distribution
 from verl_engine import __version__
 from verl_engine.command.app import main
 from verl_engine.contract.names import BACKENDS_GROUP, COMMANDS_GROUP
+from verl_engine.host.install_hints import pip_install
 
 FUNCTION = """
 from pathlib import Path
@@ -80,7 +81,7 @@ def test_help_lists_commands_of_plugins_without_importing_them(site: Path, capsy
     assert run("--help") == 0
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "Usage: verl-engine [OPTIONS] COMMAND" in text
-    assert "polish About toy-tools (toy-tools 1.0) To mend: python -m pip install no-such-thing" in text
+    assert "polish About toy-tools (toy-tools 1.0) To fix: python -m pip install no-such-thing" in text
     assert "verl-engine train RECIPE.yaml --output DIR --dry-run" in text
     assert "toy_polish" not in sys.modules
 
@@ -89,10 +90,11 @@ def test_help_without_plugins_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("verl_engine.command.overview.list_plugins", lambda _: [])
+    monkeypatch.setenv("COLUMNS", "200")
     assert run() == 2
     text = capsys.readouterr().out
-    assert "python -m pip install verl-async" in text
-    assert "python -m pip install verl-fsdp" in text
+    assert pip_install("verl-async") in text
+    assert pip_install("verl-fsdp") in text
 
 
 @pytest.mark.usefixtures("greeter")
@@ -173,7 +175,7 @@ def test_wrong_arguments_end_with_code_2(capsys: pytest.CaptureFixture[str]) -> 
     ("name", "message"),
     [
         ("gret", "error: command 'gret' is not a known command; did you mean greet?"),
-        ("bakcends", "error: command 'bakcends' is not a known command; did you mean backends?"),
+        ("bakcends", "error: command 'bakcends' is not a known command; did you mean backends or"),
         ("number", "error: command 'number' points to 3; it must be a function, or a typer or click command"),
     ],
 )
@@ -207,6 +209,7 @@ def test_backends_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("backends", "--json") == 0
     rows = [row for row in json.loads(capsys.readouterr().out) if row["name"].startswith("toy")]
     assert rows[0] == {
+        "kind": "backend",
         "name": "toy1",
         "distribution": "toy-good",
         "version": "1.0",
@@ -215,13 +218,17 @@ def test_backends_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         "status": "ready",
         "missing_requirements": [],
         "missing_modules": [],
-        "mend": None,
+        "fix": None,
     }
-    assert [(row["name"], row["status"], row["mend"]) for row in rows[1:]] == [
+    assert [(row["name"], row["status"], row["fix"]) for row in rows[1:]] == [
         ("toy2", "missing no-such>=1", 'python -m pip install "no-such>=1"'),
-        ("toy3", "needs plugin API 0, this core has 1", "python -m pip install --upgrade toy-old"),
-        ("toy4", "name taken twice", "python -m pip uninstall toy-a"),
-        ("toy4", "name taken twice", "python -m pip uninstall toy-b"),
+        (
+            "toy3",
+            "needs plugin API 0, verl-engine-core has 1",
+            "python -m pip install --upgrade toy-old",
+        ),
+        ("toy4", "name also offered by toy-b", "python -m pip uninstall toy-a  # to keep toy-b"),
+        ("toy4", "name also offered by toy-a", "python -m pip uninstall toy-b  # to keep toy-a"),
     ]
 
 
@@ -232,15 +239,15 @@ def test_backends_as_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     text = capsys.readouterr().out
     for cell in ("name", "distribution", "version", "API", "devices", "status", "toy-good", "ready", "cpu"):
         assert cell in text
-    assert 'toy2: python -m pip install "no-such>=1"\n' in text
+    assert 'backend toy2: python -m pip install "no-such>=1"\n' in text
 
 
 def test_without_backends_a_first_one_is_recommended(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("verl_engine.command.backends.list_plugins", lambda _: [])
+    monkeypatch.setattr("verl_engine.command.plugins.list_plugins", lambda _: [])
     assert run("backends") == 0
-    assert "python -m pip install verl-fsdp" in capsys.readouterr().out
+    assert pip_install("verl-fsdp") in capsys.readouterr().out
     assert run("backends", "--json") == 0
     assert json.loads(capsys.readouterr().out) == []
 

@@ -35,7 +35,7 @@ def installed(**versions: str) -> dict[str, Distribution]:
 def test_distributions_that_do_not_go_together_are_found(versions: dict[str, str], subjects: list[str]) -> None:
     found = find_conflicts(installed(**versions), {"cpu": []})
     assert [f"{finding.severity} {finding.subject}" for finding in found] == subjects
-    assert all(finding.mend for finding in found)
+    assert all(finding.fix for finding in found)
 
 
 def test_triton_belongs_beside_a_gpu() -> None:
@@ -46,18 +46,18 @@ def test_triton_belongs_beside_a_gpu() -> None:
 @pytest.mark.parametrize("others", [{"torch_npu": "2.8.0"}, {"torch_npu": "2.8.0", "triton_ascend": "3.2.0"}])
 def test_an_npu_keeps_the_module_triton(others: dict[str, str]) -> None:
     [finding] = find_conflicts(installed(torch="2.8.0", triton="3.4.0", **others), {"cpu": []})
-    assert str(finding.mend).endswith("&& python -m pip install triton-ascend")
+    assert str(finding.fix).endswith("&& python -m pip install triton-ascend")
     assert find_conflicts(installed(torch="2.8.0", torch_npu="2.8.0", triton_ascend="3.2.0"), {"cpu": []}) == []
 
 
 def test_torch_npu_says_which_torch_it_goes_with() -> None:
     [finding] = find_conflicts(installed(torch="2.8.0", torch_npu="2.7.1"), {"cpu": []})
     assert finding.text == "torch_npu 2.7.1 goes with torch 2.7.1, but torch 2.8.0 is installed"
-    assert finding.mend == "python -m pip install torch==2.7.1"
+    assert finding.fix == "python -m pip install torch==2.7.1"
 
 
 def test_torch_npu_older_than_the_engines_need_is_replaced_with_its_torch() -> None:
     core = "0.1.0|torch>=2.9; extra == 'engine'"
     [finding] = find_conflicts(installed(torch="2.9.1", torch_npu="2.7.1", verl_engine_core=core), {"cpu": []})
     assert finding.text.endswith("but torch 2.9.1 is installed; the engines need torch >=2.9")
-    assert "torch==VERSION torch_npu==VERSION" in str(finding.mend)
+    assert "torch==VERSION torch_npu==VERSION" in str(finding.fix)

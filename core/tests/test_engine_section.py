@@ -58,5 +58,5 @@ def test_a_slip_in_the_backends_name_names_the_field() -> None:
 
 def test_without_any_backend_the_first_install_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    with pytest.raises(ConfigError, match=r"engine\.backend is missing; .*: python -m pip install verl-fsdp$"):
+    with pytest.raises(ConfigError, match=r"engine\.backend is missing; .*: python -m pip install .*verl.fsdp$"):
         validate_engine_section({})

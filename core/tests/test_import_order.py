@@ -178,13 +178,13 @@ def test_the_workers_import_no_framework() -> None:
 import json, sys
 import verl_engine.engine.worker
 from verl_engine import BackendHost
-from verl_engine.contract.names import BACKENDS_GROUP
+from verl_engine.contract.kinds import BACKEND
 from verl_engine.host.catalog import list_plugins
 try:
     import verl_async.ray.trainer
 except ModuleNotFoundError as error:
     assert error.name in ("ray", "verl_async"), error
-hosts = [BackendHost.load(entry.name) for entry in list_plugins(BACKENDS_GROUP) if not entry.missing]
+hosts = [BackendHost.load(entry.name) for entry in list_plugins(BACKEND) if not entry.missing]
 roots = [root for host in hosts for root in host.spec.must_precede]
 print(json.dumps({{"loaded": [name for name in {{*roots, *{frameworks!r}}} if name in sys.modules]}}))
 """

@@ -15,6 +15,7 @@ from core.tests.fake_distributions import HOOKS, write_distribution
 from verl_engine import BackendHost, HookError, PluginImportError, hookimpl
 from verl_engine.contract.backend import BackendSpec, Capabilities
 from verl_engine.contract.engine_config import EngineConfig
+from verl_engine.contract.kinds import BACKEND
 from verl_engine.contract.names import BACKENDS_GROUP
 from verl_engine.host.catalog import list_plugins
 from verl_engine.host.observers import Observer
@@ -173,5 +174,5 @@ def test_broken_plugins_that_were_not_chosen_disturb_nobody(site: Path, monkeypa
         site, "toy-engine", {BACKENDS_GROUP: {"toy": " toy_hooks "}}, modules={"toy_hooks": HOOKS.format(name="toy")}
     )
     assert BackendHost.load("toy").spec.name == "toy"
-    assert {"bad", "binary", "toy", "twice"} <= {entry.name for entry in list_plugins(BACKENDS_GROUP)}
+    assert {"bad", "binary", "toy", "twice"} <= {entry.name for entry in list_plugins(BACKEND)}
     assert "bad_hooks" not in sys.modules

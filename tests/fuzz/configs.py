@@ -14,7 +14,7 @@ from verl_async.job import load_sft_job, load_train_job, resolved
 from verl_async.preflight import check_sft_job, check_train_job
 from verl_async.report.output_folder import config_yaml
 from verl_engine.contract.errors import EngineError
-from verl_engine.contract.names import BACKENDS_GROUP
+from verl_engine.contract.kinds import BACKEND
 from verl_engine.host.backend_host import BackendHost
 from verl_engine.host.catalog import list_plugins
 
@@ -65,7 +65,7 @@ def _settings(model: type[BaseModel], at: str) -> Iterator[tuple[str, FieldInfo]
 
 def job_kinds(files: Path) -> list[JobKind]:
     """Return both kinds of job with each installed backend."""
-    backends = sorted(entry.name for entry in list_plugins(BACKENDS_GROUP) if entry.name != "toy")
+    backends = sorted(entry.name for entry in list_plugins(BACKEND) if entry.name != "toy")
     return [JobKind(job_class, backend, files) for job_class in (TrainJob, SftJob) for backend in backends]
 
 

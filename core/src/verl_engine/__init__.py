@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         UnsupportedError,
         WeightsError,
     )
+    from verl_engine.contract.kinds import KindSpec
     from verl_engine.contract.markers import hookimpl
     from verl_engine.contract.names import PLUGIN_API_VERSION
     from verl_engine.contract.optimizer_step import OptimizerStep
@@ -76,6 +77,7 @@ _HOMES = {
         "UnsupportedError",
         "WeightsError",
     ],
+    "contract.kinds": ["KindSpec"],
     "contract.markers": ["hookimpl"],
     "contract.names": ["PLUGIN_API_VERSION"],
     "contract.optimizer_step": ["OptimizerStep"],
@@ -114,6 +116,7 @@ __all__ = [
     "EngineWorker",
     "HookError",
     "ImportOrderError",
+    "KindSpec",
     "LoraConfig",
     "LossFn",
     "ModelError",

@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 PROGRAM = "verl-engine"
 OWN_COMMANDS = {
-    "backends": "backends",
+    "backends": "plugins",
     "check": "check",
     "checkpoint": "checkpoint",
     "doctor": "doctor.command",
     "new-backend": "new_backend",
+    "plugins": "plugins",
 }
 """Module in this package for each subcommand of the core; it has ``run(arguments, program) -> exit code``."""
 USER_ERROR = 2
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     Args:
         arguments: without the program's name; by default those of the process.
     Raises:
-        SystemExit: always. 0 is success, 2 an error that the user can mend, 130 an interruption with Ctrl-C.
+        SystemExit: always. 0 is success, 2 an error that the user can put right, 130 an interruption with Ctrl-C.
     """
     open_closed_streams()
     words = sys.argv[1:] if arguments is None else list(arguments)
@@ -94,7 +95,7 @@ def _dispatch(options: argparse.Namespace, words: Sequence[str]) -> int:
         return int(command.run(words[1:], f"{PROGRAM} {words[0]}"))
     from verl_engine.command.contributed import run_contributed  # only what is called is imported
 
-    return run_contributed(words[0], words[1:], PROGRAM, built_in=OWN_COMMANDS)
+    return run_contributed(words[0], words[1:], PROGRAM)
 
 
 _TOLD_IN_FULL: Final = {"pydantic_core", "omegaconf", "yaml"}

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from verl_engine.contract.errors import ConfigError
-from verl_engine.contract.names import BACKENDS_GROUP
+from verl_engine.contract.kinds import BACKEND
 from verl_engine.host.catalog import list_plugins
 from verl_engine.host.distributions import installed_distributions, normalize_name
-from verl_engine.host.known_plugins import KNOWN_PLUGINS
 
 _OTHERS: Final = frozenset(
     {
@@ -81,8 +80,8 @@ def _check_free(names: BackendNames) -> None:
         raise ConfigError(
             f"NAME={names.package!r} is a keyword of Python; choose another, such as {names.package}_engine"
         )
-    owners = {entry.name: entry.distribution for entry in list_plugins(BACKENDS_GROUP)}
-    owner = owners.get(names.backend) or KNOWN_PLUGINS.get((BACKENDS_GROUP, names.backend))
+    owners = {entry.name: entry.distribution for entry in list_plugins(BACKEND)}
+    owner = owners.get(names.backend) or BACKEND.known.get(names.backend)
     if owner is None and names.distribution in installed_distributions():
         owner = names.distribution
     if owner is not None:

@@ -1,4 +1,4 @@
-"""``verl-engine check``: the conformance kit on an installed backend."""
+"""``verl-engine check``: the kit of its kind on an installed plugin, most often a backend."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 from verl_engine.command.doctor.plugins import how_to_get
 from verl_engine.command.parser import command_parser
 from verl_engine.contract.config_file import read_overrides
-from verl_engine.contract.errors import ConfigError, PluginImportError
-from verl_engine.contract.names import BACKENDS_GROUP
-from verl_engine.host.catalog import pip_install
+from verl_engine.contract.errors import ConfigError, PluginImportError, UnsupportedError
+from verl_engine.host.install_hints import pip_install
+from verl_engine.host.kinds import all_kinds, find_kind
 from verl_engine.host.loading import find_plugin
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from verl_engine.testing.conformance.check import Check, Outcome
-    from verl_engine.testing.conformance.kit import ConformanceKit
+    from verl_engine.contract.kinds import KindSpec
+    from verl_engine.testing.kits import Kit
 
 DESCRIPTION = """\
 Prove an installed engine backend right: gradients, optimizer, snapshots, checkpoints and more, on tiny
@@ -50,34 +50,23 @@ def run(arguments: Sequence[str], program: str) -> int:
     Returns:
         0 if nothing failed, else 1.
     Raises:
-        PluginError: no such backend, or what the kit needs is not installed.
+        PluginError: no such plugin, or what the kit needs is not installed.
+        UnsupportedError: its kind has no kit.
         ConfigError: an argument does not fit.
     """
     options = _parse(arguments, program)
     settings = read_overrides(options.settings)
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise PluginImportError(
-            f"the conformance kit needs {', '.join(missing)}; install it with: "
-            f"{pip_install('verl-engine-core[testing]')}"
-        )
-    _require_modules(options.name)
-    try:
-        from verl_engine.testing.conformance.kit import ConformanceKit  # only now: it is there
-
-        checks = _chosen(options.only)
-    except (ImportError, OSError) as cause:  # installed, but a library that it needs cannot be loaded, say
-        raise PluginImportError(
-            f"the conformance kit cannot be imported: {type(cause).__name__}: {cause}; see verl-engine doctor"
-        ) from cause
+    kind = find_kind(options.kind, "--kind")
+    kit_class, checks = _load_kit(kind, options.only)
+    _require_modules(kind, options.name)
     start = time.monotonic()
-    with contextlib.redirect_stdout(sys.stderr):  # what a backend prints when it is loaded would spoil the JSON
-        kit = ConformanceKit(options.name, settings, ranks=options.ranks, timeout_s=options.timeout)
-        with kit:
+    with contextlib.redirect_stdout(sys.stderr):  # what a plugin prints when it is loaded would spoil the JSON
+        kit = kit_class(options.name, settings, ranks=options.ranks, timeout_s=options.timeout)
+        with contextlib.closing(kit):
             outcomes = _run_all(kit, checks, is_quiet=options.json)
     seconds = time.monotonic() - start
     if options.json:
-        _print_json(options.name, kit, outcomes, seconds)
+        _print_json(kind.name, options.name, kit, outcomes, seconds)
     else:
         from verl_engine.command.check_report import print_summary  # rich is slow to import
 
@@ -85,19 +74,44 @@ def run(arguments: Sequence[str], program: str) -> int:
     return 1 if any(outcome.status == "failed" for outcome in outcomes) else 0
 
 
-def _require_modules(name: str) -> None:
-    """Refuse a backend whose ranks could all but fail, each in its turn."""
-    entry = find_plugin(BACKENDS_GROUP, name)
+def _load_kit(kind: KindSpec, prefixes: list[str] | None) -> tuple[type[Kit], list[Any]]:
+    """Import the kit of a kind, and choose from its checks.
+
+    Raises:
+        PluginError: it has none, or a library that the kit needs cannot be imported.
+    """
+    if not kind.kit:
+        having = ", ".join(each.name for each in all_kinds() if each.kit)
+        raise UnsupportedError(f"--kind={kind.name}: no kit proves plugins of this kind; kinds with one: {having}")
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise PluginImportError(
+            f"the kit needs {', '.join(missing)}; install it with: {pip_install('verl-engine-core[testing]')}"
+        )
+    module, _, attribute = kind.kit.partition(":")
+    try:
+        kit_class: type[Kit] = getattr(importlib.import_module(module), attribute)
+        return kit_class, _chosen(kit_class.all_checks(), prefixes)
+    except (ImportError, OSError, AttributeError) as cause:  # a library that it needs cannot be loaded, say
+        raise PluginImportError(
+            f"the kit of kind {kind.name} cannot be imported: {type(cause).__name__}: {cause}; see verl-engine doctor"
+        ) from cause
+
+
+def _require_modules(kind: KindSpec, name: str) -> None:
+    """Refuse a plugin whose checks could all but fail, each in its turn."""
+    entry = find_plugin(kind, name)
     if entry.missing_modules:
         raise PluginImportError(
-            f"backend {name} needs the module {', '.join(entry.missing_modules)}, which cannot be found and is on no "
-            f"package index; install it with: {how_to_get(entry) or entry.mend}"
+            f"{kind.title} {name} needs the module {', '.join(entry.missing_modules)}, which cannot be found and is on "
+            f"no package index; install it with: {how_to_get(entry) or entry.fix}"
         )
 
 
 def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
     parser = command_parser(program, DESCRIPTION, EXAMPLES)
-    parser.add_argument("name", metavar="NAME", help="the backend, as `verl-engine backends` lists it")
+    parser.add_argument("name", metavar="NAME", help="the plugin, as `verl-engine plugins` lists it")
+    parser.add_argument("--kind", metavar="KIND", default="backend", help="of plugin (default %(default)s)")
     parser.add_argument(
         "settings", metavar="FIELD=VALUE", nargs="*", default=[], help="fields of the engine section, for every engine"
     )  # a default, lest argparse call them required
@@ -115,17 +129,15 @@ def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
     return parser.parse_intermixed_args(arguments)
 
 
-def _chosen(prefixes: list[str] | None) -> list[Check]:
-    from verl_engine.testing.conformance.catalogue import all_checks  # imports torch
-
-    checks = [check for check in all_checks() if prefixes is None or check.name.startswith(tuple(prefixes))]
+def _chosen(every: Sequence[Any], prefixes: list[str] | None) -> list[Any]:
+    checks = [check for check in every if prefixes is None or check.name.startswith(tuple(prefixes))]
     if not checks:
-        topics = ", ".join(sorted({check.name.partition("/")[0] for check in all_checks()}))
+        topics = ", ".join(sorted({check.name.partition("/")[0] for check in every}))
         raise ConfigError(f"--only {' '.join(prefixes or [])}: no check's name starts with it; topics are {topics}")
     return checks
 
 
-def _run_all(kit: ConformanceKit, checks: list[Check], *, is_quiet: bool) -> list[Outcome]:
+def _run_all(kit: Kit, checks: list[Any], *, is_quiet: bool) -> list[Any]:
     if is_quiet:
         return [kit.run(check) for check in checks]
     from verl_engine.command.check_report import run_with_progress  # rich is slow to import
@@ -133,7 +145,7 @@ def _run_all(kit: ConformanceKit, checks: list[Check], *, is_quiet: bool) -> lis
     return run_with_progress(kit, checks)
 
 
-def _print_json(name: str, kit: ConformanceKit, outcomes: list[Outcome], seconds: float) -> None:
+def _print_json(kind: str, name: str, kit: Kit, outcomes: list[Any], seconds: float) -> None:
     import json  # not needed for the table
 
     found: dict[str, list[dict[str, Any]]] = {"passed": [], "failed": [], "skipped": []}
@@ -144,5 +156,5 @@ def _print_json(name: str, kit: ConformanceKit, outcomes: list[Outcome], seconds
         elif outcome.status == "skipped":
             entry.update(reason=outcome.reason)
         found[outcome.status].append(entry)
-    report = {"backend": name, "version": kit.version, "ranks": kit.ranks, "seconds": round(seconds, 1), **found}
+    report = {kind: name, "version": kit.version, "ranks": kit.ranks, "seconds": round(seconds, 1), **found}
     sys.stdout.write(json.dumps(report, indent=2) + "\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.live import Live
@@ -12,16 +12,15 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from verl_engine.testing.conformance.check import Check, Outcome
-    from verl_engine.testing.conformance.kit import ConformanceKit
+    from verl_engine.testing.kits import Kit
 
 STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 
 
-def run_with_progress(kit: ConformanceKit, checks: list[Check]) -> list[Outcome]:
+def run_with_progress(kit: Kit, checks: list[Any]) -> list[Any]:
     """Run checks one after the other; on a terminal, say which is running."""
     console = Console(highlight=False, stderr=True)
-    outcomes: list[Outcome] = []
+    outcomes: list[Any] = []
     with Live(console=console, transient=True, refresh_per_second=8) as live:
         for number, check in enumerate(checks, start=1):
             if console.is_terminal:
@@ -30,7 +29,7 @@ def run_with_progress(kit: ConformanceKit, checks: list[Check]) -> list[Outcome]
     return outcomes
 
 
-def print_summary(title: str, outcomes: list[Outcome], seconds: float) -> None:
+def print_summary(title: str, outcomes: list[Any], seconds: float) -> None:
     """Print a row for each check, the tracebacks of what failed, and the counts."""
     console = Console(highlight=False)
     table = Table(title=f"Conformance of {title}", title_justify="left", header_style="bold")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
-from verl_engine.contract.errors import HookError, PluginImportError, UnknownPluginError
-from verl_engine.contract.names import COMMANDS_GROUP
-from verl_engine.host.loading import describe, find_plugin, load_plugin
+from verl_engine.contract.errors import HookError, PluginImportError
+from verl_engine.contract.kinds import COMMAND
+from verl_engine.host.install_hints import missing_line
+from verl_engine.host.loading import load_plugin
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 
 @runtime_checkable
@@ -21,35 +21,28 @@ class _Runnable(Protocol):
         """Parse the arguments, run, and end the process with the exit code."""
 
 
-def run_contributed(name: str, arguments: Sequence[str], program: str, built_in: Iterable[str] = ()) -> int:
+def run_contributed(name: str, arguments: Sequence[str], program: str) -> int:
     """Import one plugin's subcommand and run it.
 
     Args:
         name: the entry point's name.
         arguments: what follows the name.
         program: put before the name in usage lines.
-        built_in: the core's own subcommands, one of which an unknown name may have meant.
     Returns:
         The exit code, where the command does not end the process with one of its own.
     Raises:
         PluginError: the subcommand is unknown, cannot be imported, or is no command.
     """
-    try:
-        found = load_plugin(COMMANDS_GROUP, name)
-    except UnknownPluginError:
-        meant = difflib.get_close_matches(name.lower(), built_in, n=1)
-        if not meant:
-            raise
-        raise UnknownPluginError(f"command {name!r} is not a known command; did you mean {meant[0]}?") from None
-    command = as_command(found, name)
+    plugin = load_plugin(COMMAND, name)
+    entry = plugin.entry
+    command = as_command(plugin.plugin, name)
     try:
         command.main(args=list(arguments), prog_name=f"{program} {name}")
     except ImportError as cause:  # a command imports what is heavy only when it runs
-        entry = find_plugin(COMMANDS_GROUP, name)
         if not entry.missing:
             raise
         raise PluginImportError(
-            f"{describe(entry)} cannot run: {type(cause).__name__}: {cause}; install what it needs: {entry.mend}"
+            f"{entry.label} cannot run: {type(cause).__name__}: {cause}{missing_line(entry.missing)}"
         ) from cause
     return 0
 

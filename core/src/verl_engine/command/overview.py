@@ -9,15 +9,16 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from verl_engine.contract.names import BACKENDS_GROUP, COMMANDS_GROUP
-from verl_engine.host.catalog import list_plugins, pip_install
+from verl_engine.contract.kinds import BACKEND, COMMAND
+from verl_engine.host.catalog import list_plugins
+from verl_engine.host.install_hints import pip_install
 
 OWN_COMMANDS = {
-    "backends": "List the installed engine backends, and what they lack.",
     "check": "Prove a backend right with the conformance kit.",
     "checkpoint": "List checkpoints, and make a Hugging Face folder of one.",
-    "doctor": "Say what is wrong on this machine, and the command that mends it.",
+    "doctor": "Say what is wrong on this machine, and the command that fixes it.",
     "new-backend": "Write an engine of your own: a complete package to start from.",
+    "plugins, backends": "List what is installed of each kind, or the engine backends alone, and what it lacks.",
 }
 OPTIONS = {
     "--help, -h": "Show this.",
@@ -54,11 +55,11 @@ def _table(rows: dict[str, str]) -> Table:
 
 def _commands() -> Table:
     rows = dict(OWN_COMMANDS)
-    entries = list_plugins(COMMANDS_GROUP)
+    entries = [entry for entry in list_plugins(COMMAND) if entry.name not in COMMAND.reserved]
     for distribution in dict.fromkeys(entry.distribution for entry in entries):
         own = [entry for entry in entries if entry.distribution == distribution]
         about = f"{own[0].summary} ({distribution} {own[0].version})".strip()
-        rows[", ".join(entry.name for entry in own)] = f"{about} To mend: {own[0].mend}" if own[0].mend else about
+        rows[", ".join(entry.name for entry in own)] = f"{about} To fix: {own[0].fix}" if own[0].fix else about
     if not entries:
         rows["train, sft"] = f"Not installed yet: {pip_install('verl-async')}"
     return _table(rows)
@@ -66,7 +67,7 @@ def _commands() -> Table:
 
 def _first_steps() -> Text:
     steps = {}
-    if not list_plugins(BACKENDS_GROUP):
+    if not list_plugins(BACKEND):
         steps[pip_install("verl-fsdp")] = "install an engine"
     steps["verl-engine backends"] = "see which engines are ready"
     steps["verl-engine train --help"] = "what a command takes"

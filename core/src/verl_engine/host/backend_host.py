@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from verl_engine.contract.errors import HookError, UnsupportedError
-from verl_engine.contract.names import BACKENDS_GROUP
+from verl_engine.contract.kinds import BACKEND
+from verl_engine.host.backend_spec import check_backend_spec
 from verl_engine.host.direct_call import positional_call
-from verl_engine.host.loading import describe, find_plugin, load_entry
+from verl_engine.host.loading import find_plugin, load_entry
 from verl_engine.host.observers import Observer, collect_metrics, load_observer
 from verl_engine.host.preparation.import_guard import prepare, require_preparation
 from verl_engine.host.preparation.import_witness import watch_for_imports
@@ -74,14 +75,14 @@ class BackendHost:
             PluginError: one is not installed, cannot be imported, or its hooks do not fit; see `load_entry`. Then what
                 was imported of it is forgotten.
         """
-        entry = find_plugin(BACKENDS_GROUP, name, at)
+        entry = find_plugin(BACKEND, name, at)
         with forgetting_on_failure(entry.module):
-            module = load_entry(entry)
-            spec = checked_spec(module, name, describe(entry), entry.distribution)
+            _, module, spec = load_entry(entry)
+            check_backend_spec(spec, entry.label)
             if not observers:
-                return cls(module, spec, describe(entry))
+                return cls(module, spec, entry.label)
         loaded = [load_observer(observer, f"engine.observers[{index}]") for index, observer in enumerate(observers)]
-        return cls(module, spec, describe(entry), loaded)
+        return cls(module, spec, entry.label, loaded)
 
     @classmethod
     def from_module(
@@ -99,7 +100,9 @@ class BackendHost:
         """
         label = f"backend {getattr(module, '__name__', module)!r}"
         wrapping = [Observer(key, f"observer {key!r}", plugin) for key, plugin in (observers or {}).items()]
-        return cls(module, checked_spec(module, name, label), label, wrapping)
+        spec = checked_spec(BACKEND, module, name, label)
+        check_backend_spec(spec, label)
+        return cls(module, spec, label, wrapping)
 
     def prepare_process(self, config: EngineConfig) -> None:
         """Make this process ready; first thing in a worker, before the backend's framework is imported.

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from verl_engine.contract.errors import ConfigError
-from verl_engine.contract.names import BACKENDS_GROUP
+from verl_engine.contract.kinds import BACKEND
 from verl_engine.contract.validation import validate
 from verl_engine.host.backend_host import BackendHost
-from verl_engine.host.catalog import list_plugins, pip_install
+from verl_engine.host.catalog import list_plugins
+from verl_engine.host.install_hints import pip_install
 from verl_engine.host.observers import check_observers
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def validate_engine_section(section: object, at: str = "engine") -> EngineConfig
 
 
 def _backend_line(at: str) -> str:
-    names = sorted({entry.name for entry in list_plugins(BACKENDS_GROUP)})
+    names = sorted({entry.name for entry in list_plugins(BACKEND)})
     if not names:
         return f"{at}.backend=fsdp2, after installing a backend: {pip_install('verl-fsdp')}"
     return f"{at}.backend=NAME, where NAME is one of the installed backends: {', '.join(names)}"

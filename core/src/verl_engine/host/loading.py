@@ -1,127 +1,114 @@
-"""Load one plugin by name. Each way in which that can fail is an error of its own."""
+"""Load one plugin of any kind by name. Each way in which that can fail is an error of its own."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
+from typing import TYPE_CHECKING, NamedTuple
 
-from verl_engine.contract.errors import (
-    DuplicatePluginError,
-    PluginApiVersionError,
-    PluginImportError,
-    UnknownPluginError,
-)
-from verl_engine.contract.names import PLUGIN_API_VERSION
-from verl_engine.host.catalog import PluginEntry, list_plugins, pip_install
+from verl_engine.contract.errors import DuplicatePluginError, PluginImportError, UnknownPluginError
+from verl_engine.host.catalog import PluginEntry, list_plugins
 from verl_engine.host.distributions import installed_distributions
-from verl_engine.host.known_plugins import KNOWN_PLUGINS, kind_of
+from verl_engine.host.install_hints import missing_line, pip_install
 from verl_engine.host.rollback import forgetting_on_failure
+from verl_engine.host.spec_check import check_api_version, checked_spec
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from verl_engine.contract.kinds import KindSpec
 
 
-def load_plugin(group: str, name: str, at: str = "") -> object:
-    """Import what an entry point names; no other plugin is imported.
+class LoadedPlugin(NamedTuple):
+    """A plugin that was imported and fits its kind."""
+
+    entry: PluginEntry
+    plugin: object
+    """The module or object that its entry point names."""
+    spec: Any
+    """Its SPEC, checked; None where plugins of its kind have none."""
+
+
+def load_plugin(kind: KindSpec, name: str, at: str = "") -> LoadedPlugin:
+    """Find and load a plugin; see `find_plugin` and `load_entry`.
 
     Args:
-        group: such as ``verl_engine.backends``.
+        kind: of plugin.
         name: the entry point's name.
         at: dotted path of the config field that chose it, such as ``engine.backend``; for messages.
-    Returns:
-        The module or object.
-    Raises:
-        UnknownPluginError: nothing installed has the name.
-        DuplicatePluginError: two distributions have it.
-        PluginApiVersionError: it was written for another plugin API; nothing of it was imported.
-        PluginImportError: importing it failed; the cause is chained.
     """
-    return load_entry(find_plugin(group, name, at))
+    return load_entry(find_plugin(kind, name, at))
 
 
-def find_plugin(group: str, name: str, at: str = "") -> PluginEntry:
+def load_entry(entry: PluginEntry) -> LoadedPlugin:
+    """Import what an entry point names, and check its SPEC; no other plugin is imported.
+
+    Raises:
+        PluginApiVersionError: it was written for another plugin API; where its metadata says so, nothing of it was
+            imported.
+        PluginImportError: importing it failed; the cause is chained.
+        HookError: it is not what its kind asks for. Its modules are forgotten, as they are when importing it fails.
+    """
+    kind = entry.kind
+    if entry.api_version is not None:
+        check_api_version(kind, entry.label, entry.api_version, entry.distribution)
+    with forgetting_on_failure(entry.module):
+        plugin = _import(entry)
+        spec = checked_spec(kind, plugin, entry.name, entry.label, entry.distribution) if kind.spec_class else None
+    return LoadedPlugin(entry, plugin, spec)
+
+
+def find_plugin(kind: KindSpec, name: str, at: str = "") -> PluginEntry:
     """Find a plugin's entry without importing it.
 
     Raises:
         UnknownPluginError: nothing installed has the name.
         DuplicatePluginError: two distributions have it.
     """
-    entries = list_plugins(group)
-    matches = [entry for entry in entries if entry.name == name]
+    entries = list_plugins(kind)
+    matches = [entry for entry in entries if entry.name == name and name not in kind.reserved]
     if not matches:
-        raise UnknownPluginError(_explain_unknown(group, name, at, sorted({entry.name for entry in entries})))
+        raise UnknownPluginError(_explain_unknown(kind, name, at, sorted({entry.name for entry in entries})))
     if len(matches) > 1:
-        owners = " and ".join(f"{entry.distribution} {entry.version} ({entry.value})" for entry in matches)
-        raise DuplicatePluginError(
-            f"{kind_of(group)} {name!r} is offered by {owners}; uninstall one of them: "
-            f"python -m pip uninstall {matches[-1].distribution}"
-        )
+        owners = " and ".join(f"{entry.origin} ({entry.value})" for entry in matches)
+        fixes = "".join(f"\n  {entry.fix}" for entry in matches)
+        raise DuplicatePluginError(f"{kind.title} {name!r} is offered by {owners}; uninstall one of them:{fixes}")
     return matches[0]
 
 
-def describe(entry: PluginEntry) -> str:
-    """Name a plugin with its origin, for messages."""
-    return f"{kind_of(entry.group)} {entry.name!r} of {entry.distribution} {entry.version}"
-
-
-def check_api_version(subject: str, version: int, distribution: str = "") -> None:
-    """Refuse a plugin that was written for another plugin API.
-
-    Raises:
-        PluginApiVersionError: the version is not this core's.
-    """
-    if version == PLUGIN_API_VERSION:
-        return
-    upgrade = distribution if version < PLUGIN_API_VERSION else "verl-engine-core"
-    advice = f"; upgrade the older of the two: {pip_install('--upgrade', upgrade)}" if upgrade else ""
-    raise PluginApiVersionError(
-        f"{subject} was written for plugin API {version}, but this verl-engine-core has plugin API "
-        f"{PLUGIN_API_VERSION}{advice}"
-    )
-
-
-def load_entry(entry: PluginEntry) -> object:
-    """Import what an entry points to, unless its metadata says that it does not fit this core.
-
-    Raises:
-        PluginApiVersionError: it was written for another plugin API; nothing of it was imported.
-        PluginImportError: importing it failed; the cause is chained, and the plugin's own modules are forgotten.
-    """
-    if entry.api_version is not None:
-        check_api_version(describe(entry), entry.api_version, entry.distribution)
+def _import(entry: PluginEntry) -> object:
     attributes = entry.value.partition(":")[2].strip()
     try:
-        with forgetting_on_failure(entry.module):
-            found: object = importlib.import_module(entry.module)
-            for attribute in filter(None, attributes.split(".")):
-                found = getattr(found, attribute)
+        found: object = importlib.import_module(entry.module)
+        for attribute in filter(None, attributes.split(".")):
+            found = getattr(found, attribute)
     # A stranger's module can raise anything; SystemExit too, from a script that was meant to be run.
     except (Exception, SystemExit) as cause:
-        advice = f"; install what it needs: {pip_install(*entry.missing)}" if entry.missing else ""
         raise PluginImportError(
-            f"{describe(entry)} is installed, but importing {entry.value} failed: "
-            f"{type(cause).__name__}: {cause}{advice}"
+            f"{entry.label} is installed, but importing {entry.value} failed: "
+            f"{type(cause).__name__}: {cause}{missing_line(entry.missing)}"
         ) from cause
     return found
 
 
-def _explain_unknown(group: str, name: str, at: str, installed: list[str]) -> str:
-    kind = kind_of(group)
-    subject = f"{at}={name!r}" if at else f"{kind} {name!r}"
-    owner = KNOWN_PLUGINS.get((group, name))
+def _explain_unknown(kind: KindSpec, name: str, at: str, installed: list[str]) -> str:
+    subject = f"{at}={name!r}" if at else f"{kind.title} {name!r}"
+    owner = kind.known.get(name)
     if owner is not None:
         found = installed_distributions().get(owner)
         if found is None:
             return f"{subject} is not installed; install it with: {pip_install(owner)}"
         return f"{subject} is not in {owner} {found.version}; upgrade it with: {pip_install('--upgrade', owner)}"
-    listing = f"installed: {', '.join(installed)}" if installed else f"no {kind} is installed"
-    return f"{subject} is not a known {kind}{_suggest(group, name, installed)}; {listing}"
+    names = sorted({*kind.reserved, *installed})
+    listing = f"installed: {', '.join(names)}" if names else f"no {kind.title} is installed"
+    return f"{subject} is not a known {kind.title}{_suggest(kind, name, installed)}; {listing}"
 
 
-def _suggest(group: str, name: str, installed: list[str]) -> str:
-    known = {known for known_group, known in KNOWN_PLUGINS if known_group == group}
-    close = difflib.get_close_matches(name.lower(), sorted(known.union(installed)), n=3, cutoff=0.5)
-    if not close:
-        return ""
+def _suggest(kind: KindSpec, name: str, installed: list[str]) -> str:
+    names = sorted({*kind.known, *kind.reserved, *installed})
+    close = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
+    is_absent = {*kind.known}.difference(installed)
     labels = [
-        label if label in installed else f"{label} (not installed: {pip_install(KNOWN_PLUGINS[group, label])})"
-        for label in close
+        f"{label} (not installed: {pip_install(kind.known[label])})" if label in is_absent else label for label in close
     ]
-    return f"; did you mean {' or '.join(labels)}?"
+    return f"; did you mean {' or '.join(labels)}?" if labels else ""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from verl_engine.contract.errors import HookError
-from verl_engine.contract.names import OBSERVERS_GROUP
-from verl_engine.host.loading import describe, find_plugin, load_entry
+from verl_engine.contract.kinds import OBSERVER
+from verl_engine.host.loading import find_plugin, load_entry
 from verl_engine.host.rollback import forgetting_on_failure
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def check_observers(names: Sequence[str], at: str) -> None:
         PluginError: one is not there, or two distributions offer it.
     """
     for index, name in enumerate(names):
-        find_plugin(OBSERVERS_GROUP, name, f"{at}[{index}]")
+        find_plugin(OBSERVER, name, f"{at}[{index}]")
 
 
 def load_observer(name: str, at: str) -> Observer:
@@ -44,10 +44,10 @@ def load_observer(name: str, at: str) -> Observer:
         PluginError: it is not there or cannot be imported.
         HookError: its class cannot be called without arguments.
     """
-    entry = find_plugin(OBSERVERS_GROUP, name, at)
-    label = describe(entry)
+    entry = find_plugin(OBSERVER, name, at)
+    label = entry.label
     with forgetting_on_failure(entry.module):
-        plugin = load_entry(entry)
+        plugin = load_entry(entry).plugin
         if isinstance(plugin, type):
             try:
                 plugin = plugin()

@@ -1,53 +1,67 @@
-"""Check what a backend says of itself, before any of its hooks runs."""
+"""Check what a plugin says of itself, before anything of it runs."""
 
 from __future__ import annotations
 
-from verl_engine.contract.backend import BackendSpec
-from verl_engine.contract.engine_config import EngineConfig
-from verl_engine.contract.errors import HookError
-from verl_engine.host.loading import check_api_version
-from verl_engine.host.preparation.patch_promises import checked_promises
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from verl_engine.contract.errors import HookError, PluginApiVersionError
+from verl_engine.host.install_hints import pip_install
+
+if TYPE_CHECKING:
+    from verl_engine.contract.kinds import KindSpec
 
 
-def checked_spec(module: object, name: str | None, label: str, distribution: str = "") -> BackendSpec:
-    """Return a hooks module's ``SPEC``.
+def check_api_version(kind: KindSpec, subject: str, version: int, distribution: str = "") -> None:
+    """Refuse a plugin that was written for another plugin API.
+
+    Raises:
+        PluginApiVersionError: the version is not the kind's.
+    """
+    if version == kind.api_version:
+        return
+    upgrade = distribution if version < kind.api_version else kind.owner
+    advice = f"; upgrade the older of the two: {pip_install('--upgrade', upgrade)}" if upgrade else ""
+    raise PluginApiVersionError(
+        f"{subject} was written for plugin API {version}, but this {kind.owner} has plugin API "
+        f"{kind.api_version}{advice}"
+    )
+
+
+def checked_spec(kind: KindSpec, module: object, name: str | None, label: str, distribution: str = "") -> Any:
+    """Return a plugin's ``SPEC``.
 
     Args:
-        module: the hooks module.
+        kind: of plugin; it has a `spec_class`, whose instances have ``name``, ``config_class`` and
+            ``plugin_api_version``.
+        module: the plugin.
         name: what it must be called; None for any.
-        label: names the backend in messages.
+        label: names the plugin in messages.
         distribution: which one offers it, if any.
     Raises:
         HookError: it is missing or wrong.
         PluginApiVersionError: it was written for another plugin API.
     """
+    spec_class, config_base = _load(kind.spec_class), _load(kind.config_class)
     try:
-        spec: object = getattr(module, "SPEC", None)
+        spec: Any = getattr(module, "SPEC", None)
     except Exception as cause:  # a module that makes its names when asked can raise anything
         raise HookError(f"{label}: looking up SPEC failed: {type(cause).__name__}: {cause}") from cause
-    if not isinstance(spec, BackendSpec):
+    if not isinstance(spec, spec_class):
         got = "has no SPEC" if spec is None else f"has a SPEC of type {type(spec).__name__}"
-        raise HookError(f"{label} {got}; its hooks module must define SPEC = BackendSpec(…)")
+        raise HookError(f"{label} {got}; its module must define SPEC = {spec_class.__name__}(…)")
     if name is not None and spec.name != name:
         raise HookError(f"{label}: SPEC.name={spec.name!r} must equal the entry point's name {name!r}")
     config_class: object = spec.config_class  # a stranger's: whatever its annotation says
-    if not (isinstance(config_class, type) and issubclass(config_class, EngineConfig)):
-        raise HookError(f"{label}: SPEC.config_class={config_class!r} must be a subclass of EngineConfig")
+    if not (isinstance(config_class, type) and issubclass(config_class, config_base)):
+        raise HookError(f"{label}: SPEC.config_class={config_class!r} must be a subclass of {config_base.__name__}")
     version: object = spec.plugin_api_version
     if not isinstance(version, int):
         raise HookError(f"{label}: SPEC.plugin_api_version={version!r} must be a whole number, such as 1")
-    check_api_version(label, version, distribution)
-    _check_preparation(spec, label)
+    check_api_version(kind, label, version, distribution)
     return spec
 
 
-def _check_preparation(spec: BackendSpec, label: str) -> None:
-    roots: object = spec.must_precede  # a lone text would be taken letter by letter
-    if not (isinstance(roots, tuple) and all(isinstance(root, str) and root for root in roots)):
-        raise HookError(f"{label}: SPEC.must_precede={roots!r} must be a tuple of module names, such as ('megatron',)")
-    if not callable(spec.patches):
-        checked_promises(spec.patches, label)
-    unknown = [name for name in spec.process_settings or () if name not in spec.config_class.model_fields]
-    if unknown:
-        owner = spec.config_class.__name__
-        raise HookError(f"{label}: SPEC.process_settings names {', '.join(unknown)}, which {owner} does not have")
+def _load(reference: str) -> Any:
+    module, _, attribute = reference.partition(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -18,8 +18,9 @@ from verl_async.job import optimizer_steps
 from verl_async.machine import check_port, check_processes, check_shared_memory
 from verl_async.model_folder import check_model_folder, remark_on_vocabulary
 from verl_async.report.output_folder import OutputFolder
-from verl_engine.contract.names import BACKENDS_GROUP
-from verl_engine.host.loading import describe, find_plugin
+from verl_async.rollout.kind import ROLLOUT
+from verl_engine.contract.kinds import BACKEND
+from verl_engine.host.loading import find_plugin
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 
     from verl_async.config import RewardConfig, SftJob
     from verl_async.data.prompts import Prompt
+    from verl_engine.contract.kinds import KindSpec
 
-ROLLOUTS_GROUP: Final = "verl_async.rollouts"
 _MOST_TRIALS: Final = 8
 """Calls of the reward function: it may be slow, such as a judge behind a network."""
 
@@ -81,21 +82,21 @@ def _check_surroundings(job: TrainJob | SftJob, output: Path | None, *, overwrit
     check_port(job)
     check_processes(job)
     generates = isinstance(job, TrainJob) or job.evaluation is not None
-    remarks = _remark_on_requirements(BACKENDS_GROUP, job.engine.backend, "engine.backend") + _remark_on_schedule(job)
+    remarks = _remark_on_requirements(BACKEND, job.engine.backend, "engine.backend") + _remark_on_schedule(job)
     if generates:
-        remarks += _remark_on_requirements(ROLLOUTS_GROUP, job.rollout.engine, "rollout.engine")
+        remarks += _remark_on_requirements(ROLLOUT, job.rollout.engine, "rollout.engine")
     sizes = check_model_folder(job.model.path, "model.path")
     remarks += remark_on_vocabulary(job.model.path)
     return [*remarks, *check_shared_memory(job, sizes, syncs_weights=generates)]
 
 
-def _remark_on_requirements(group: str, name: str, at: str) -> list[str]:
+def _remark_on_requirements(kind: KindSpec, name: str, at: str) -> list[str]:
     """Look a plugin up without importing it; an unknown name raises.
 
     What it lacks is a remark, not an error: a laptop without the plugin's framework may check a cluster's job.
     """
-    entry = find_plugin(group, name, at)
-    return [f"{at}={name}: {describe(entry)} cannot run here yet: {entry.mend}"] if entry.mend else []
+    entry = find_plugin(kind, name, at)
+    return [f"{at}={name}: {entry.label} cannot run here yet: {entry.fix}"] if entry.fix else []
 
 
 def _remark_on_schedule(job: TrainJob | SftJob) -> list[str]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 DESCRIPTION = """\
-Look at this machine and what is installed, say what is wrong, and give the command that mends it.
+Look at this machine and what is installed, say what is wrong, and give the command that fixes it.
 
 The exit code is 1 if something keeps the backend named by --backend from working (without --backend: if anything
 installed cannot be used, but for backends that lack a module on no package index), else 0. Torch is imported in a

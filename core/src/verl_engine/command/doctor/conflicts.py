@@ -59,8 +59,8 @@ def _torch_npu(installed: Mapping[str, Distribution]) -> Iterator[Finding]:
     if needed is None or wanted in needed:
         yield Finding("error", "torch_npu", text, f"python -m pip install torch=={wanted}")
     else:
-        mend = "python -m pip install --upgrade torch==VERSION torch_npu==VERSION, the same version of both"
-        yield Finding("error", "torch_npu", f"{text}; the engines need torch {needed}", mend)
+        fix = "python -m pip install --upgrade torch==VERSION torch_npu==VERSION, the same version of both"
+        yield Finding("error", "torch_npu", f"{text}; the engines need torch {needed}", fix)
 
 
 def _needed_torch(installed: Mapping[str, Distribution]) -> SpecifierSet | None:

@@ -11,12 +11,15 @@ from verl_engine.command.doctor.environment import Situation, Variable, read_env
 from verl_engine.command.doctor.findings import Finding
 from verl_engine.command.doctor.machine import describe_machine, find_devices, machine_findings, package_versions
 from verl_engine.command.doctor.metadata import unreadable_metadata
-from verl_engine.command.doctor.plugins import PluginStatus, inspect_backend, list_all, plugin_findings
+from verl_engine.command.doctor.plugins import inspect_backend, list_all, plugin_findings
+from verl_engine.contract.kinds import BACKEND
 from verl_engine.host.distributions import installed_distributions
 from verl_engine.host.preparation.prepare_report import PatchReport, describe_patches
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from verl_engine.host.catalog import PluginEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +31,7 @@ class Examination:
     machine: dict[str, Any]
     packages: dict[str, str]
     devices: dict[str, list[str]]
-    plugins: dict[str, list[PluginStatus]]
-    """By kind."""
+    plugins: list[PluginEntry]
     environment: list[Variable]
     patches: list[PatchReport] | None
     """None where nobody asked."""
@@ -48,7 +50,7 @@ class Examination:
             "machine": self.machine,
             "packages": self.packages,
             "devices": self.devices,
-            "plugins": {kind: [_plugin(status) for status in statuses] for kind, statuses in self.plugins.items()},
+            "plugins": [entry.as_json() for entry in self.plugins],
             "environment": [variable._asdict() for variable in self.environment],
             "patches": None if self.patches is None else [asdict(report) for report in self.patches],
             "findings": [asdict(finding) for finding in self.findings],
@@ -67,20 +69,20 @@ def examine(backend: str | None, num_ranks: int, timeout_s: float, *, with_patch
     installed = installed_distributions()
     machine = describe_machine()
     devices, torch_error = find_devices(installed, timeout_s)
-    plugins = list_all(installed)
+    plugins = list_all(backend)
     environment = read_environment(Situation(os.environ, machine["cores"], num_ranks, frozenset(installed)))
     findings = [
         *machine_findings(machine, torch_error),
         *unreadable_metadata(),
         *find_conflicts(installed, devices),
-        *plugin_findings(plugins, backend),
+        *plugin_findings(plugins, installed, backend),
         *(Finding("warning", variable.name, variable.hint) for variable in environment if variable.hint),
     ]
     if backend is not None and not any(finding.subject == f"backend {backend}" for finding in findings):
         findings += inspect_backend(backend, devices)
     patches = None
     if with_patches:
-        usable = [status.entry.name for status in plugins["backend"] if not status.problem]
+        usable = [entry.name for entry in plugins if entry.kind == BACKEND and not entry.problem]
         asked = usable if backend is None else [backend]
         patches = [describe_patches(name, timeout_s=timeout_s) for name in asked if name in usable]
         findings += _patch_findings(patches)
@@ -94,16 +96,3 @@ def _patch_findings(reports: Iterable[PatchReport]) -> list[Finding]:
         for report in reports
         if report.error
     ]
-
-
-def _plugin(status: PluginStatus) -> dict[str, Any]:
-    entry = status.entry
-    return {
-        "name": entry.name,
-        "distribution": entry.distribution,
-        "version": entry.version,
-        "plugin_api_version": entry.api_version,
-        "devices": list(entry.devices),
-        "status": status.problem or "ready",
-        "mend": status.mend,
-    }

@@ -15,8 +15,8 @@ class Finding:
     subject: str
     """Such as ``backend fsdp2`` or ``OMP_NUM_THREADS``."""
     text: str
-    mend: str | None = None
-    """A command that mends it, to be copied."""
+    fix: str | None = None
+    """A command that fixes it, to be copied."""
     concerns_all: bool = True
     """False where it concerns the plugin alone that `subject` names."""
 

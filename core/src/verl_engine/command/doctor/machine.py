@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from verl_engine.command.doctor.findings import Finding
-from verl_engine.host.catalog import pip_install
+from verl_engine.host.install_hints import pip_install
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -102,8 +102,8 @@ def machine_findings(machine: Mapping[str, Any], torch_error: str) -> list[Findi
     """Say what is wrong with torch, and whether shared memory is small."""
     findings = []
     if torch_error:
-        mend = pip_install("torch") if "not installed" in torch_error else None
-        findings.append(Finding("error", "torch", torch_error, mend))
+        fix = pip_install("torch") if "not installed" in torch_error else None
+        findings.append(Finding("error", "torch", torch_error, fix))
     free = machine["shared_memory_free_bytes"]
     if free is not None and free < LEAST_SHARED_MEMORY:
         findings.append(

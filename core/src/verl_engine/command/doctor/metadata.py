@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import Distribution, distributions
 
 from verl_engine.command.doctor.findings import Finding
-from verl_engine.host.catalog import pip_install
+from verl_engine.host.install_hints import pip_install
 
 
 def unreadable_metadata() -> list[Finding]:

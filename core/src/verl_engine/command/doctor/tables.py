@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
     from verl_engine.command.doctor.examination import Examination
     from verl_engine.command.doctor.findings import Finding
-    from verl_engine.command.doctor.plugins import PluginStatus
+    from verl_engine.host.catalog import PluginEntry
     from verl_engine.host.preparation.prepare_report import PatchReport
 
 _STYLES = {"error": "bold red", "warning": "yellow"}
 
 
 def print_examination(found: Examination) -> None:
-    """Print tables, then what is wrong with the commands that mend it."""
+    """Print tables, then what is wrong with the commands that fix it."""
     console = Console(highlight=False)
     console.print(Group(_machine(found), Text(), _plugins(found), Text(), _environment(found)))
     if found.patches is not None:
@@ -66,20 +66,18 @@ def _shared_memory(total: int | None, free: int | None) -> str:
 
 def _plugins(found: Examination) -> Table:
     table = _table("Plugins", "kind", "name", "distribution", "version", "devices", "status")
-    for kind, statuses in found.plugins.items():
-        for status in statuses:
-            table.add_row(kind, *_plugin_cells(status))
+    for entry in found.plugins:
+        table.add_row(*_plugin_cells(entry))
     return table
 
 
-def _plugin_cells(status: PluginStatus) -> Iterator[Text]:
-    entry = status.entry
-    for cell in (entry.name, entry.distribution, entry.version, " ".join(entry.devices)):
+def _plugin_cells(entry: PluginEntry) -> Iterator[Text]:
+    for cell in (entry.kind.name, entry.name, entry.distribution, entry.version, " ".join(entry.devices)):
         yield Text(cell)
-    if status.is_incomplete:
+    if entry.is_incomplete:
         yield Text("incomplete, see below", "yellow")
     else:
-        yield Text("broken, see below", "bold red") if status.problem else Text("ready", "green")
+        yield Text("broken, see below", "bold red") if entry.problem else Text("ready", "green")
 
 
 def _environment(found: Examination) -> Table:
@@ -114,9 +112,7 @@ def _verdict(found: Examination) -> Iterator[Text]:
     yield from _lines(odd)
     subject = f"Backend {found.backend}" if found.backend else "Everything installed"
     if found.is_healthy:
-        lacking = found.backend is None and any(
-            status.is_incomplete for statuses in found.plugins.values() for status in statuses
-        )
+        lacking = found.backend is None and any(entry.is_incomplete for entry in found.plugins)
         yield Text(f"{subject} can be used{', but for what is incomplete' * lacking}.", "bold green")
     else:
         yield Text(f"{subject if found.backend else 'Something installed'} cannot be used; see above.", "bold red")
@@ -125,5 +121,5 @@ def _verdict(found: Examination) -> Iterator[Text]:
 def _lines(findings: Iterable[Finding]) -> Iterator[Text]:
     for finding in findings:
         yield Text.assemble((f"{finding.severity}: ", _STYLES[finding.severity]), f"{finding.subject}: {finding.text}")
-        if finding.mend:
-            yield Text.assemble("  ", (finding.mend, "bold"))
+        if finding.fix:
+            yield Text.assemble("  ", (finding.fix, "bold"))

@@ -19,7 +19,7 @@ from pydantic import (
 
 from verl_engine import __version__
 from verl_engine.contract.errors import ConfigError, WeightsError
-from verl_engine.contract.names import BACKENDS_GROUP
+from verl_engine.contract.kinds import BACKEND
 from verl_engine.contract.strict_model import StrictModel
 from verl_engine.engine.checkpoints.digests import FileName, SavedFile, digest_text, require_intact, short_file
 from verl_engine.engine.checkpoints.folders import MANIFEST, named_step, names_in, require_whole, write_file
@@ -218,8 +218,7 @@ def copy_model_files(model_folder: Path, target: Path, names: Container[str] | N
 
 def _distribution(backend: str) -> str:
     """Name the distribution that offers a backend, with its version."""
-    found = (entry for entry in list_plugins(BACKENDS_GROUP) if entry.name == backend)
-    return next((f"{entry.distribution} {entry.version}" for entry in found), "")
+    return next((entry.origin for entry in list_plugins(BACKEND) if entry.name == backend), "")
 
 
 def _digest(fields: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from verl_engine.contract.errors import ConfigError, PluginError, UnknownPluginError
-from verl_engine.contract.names import BACKENDS_GROUP
+from verl_engine.contract.kinds import BACKEND
 from verl_engine.contract.validation import validate
 from verl_engine.host.backend_host import BackendHost
 from verl_engine.host.loading import find_plugin
@@ -69,8 +69,8 @@ class ConformanceKit(AbstractContextManager["ConformanceKit"]):
                 f"param_dtype={(settings or {})['param_dtype']}: the kit compares in float32, and has checks of its "
                 "own for what else a backend computes in; leave param_dtype out"
             )
-        entry = find_plugin(BACKENDS_GROUP, backend)
-        self.version = f"{entry.distribution} {entry.version}"
+        entry = find_plugin(BACKEND, backend)
+        self.version = entry.origin
         self.ranks = ranks
         self._timeout_s = timeout_s
         self._spec: BackendSpec | None = None
@@ -96,6 +96,13 @@ class ConformanceKit(AbstractContextManager["ConformanceKit"]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @staticmethod
+    def all_checks() -> tuple[Check, ...]:
+        """Return every check, in the order in which they run."""
+        from verl_engine.testing.conformance.catalogue import all_checks  # they import the kit's parts, and torch
+
+        return all_checks()
 
     def run(self, check: Check) -> Outcome:
         """Run one check. Whatever the backend does, this returns."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from verl_engine.contract.names import BACKENDS_GROUP
+from verl_engine.contract.kinds import BACKEND
 from verl_engine.host.backend_host import BackendHost
 from verl_engine.host.catalog import list_plugins
 from verl_engine.testing.conformance.check import Check, fresh_process, require
@@ -24,7 +24,7 @@ DEVICES = {"cpu", "cuda", "npu"}
 def listing(subject: Subject) -> None:
     """Listing the installed backends imports none of them, and no framework."""
     before = set(sys.modules)
-    entries = [entry for entry in list_plugins(BACKENDS_GROUP) if entry.name == subject.backend]
+    entries = [entry for entry in list_plugins(BACKEND) if entry.name == subject.backend]
     require(len(entries) == 1, f"{len(entries)} installed backends are called {subject.backend!r}")
     loaded = sorted((sys.modules.keys() - before) & {entries[0].module, *HEAVY})
     require(not loaded, f"listing imported {', '.join(loaded)}")
@@ -34,9 +34,7 @@ def listing(subject: Subject) -> None:
 def hooks_module(subject: Subject) -> None:
     """Loading imports the hooks and the config, but no framework, and no other backend."""
     family = {canonicalize_name(subject.distribution), *_requirements(subject.distribution)}
-    others = {
-        entry.module for entry in list_plugins(BACKENDS_GROUP) if canonicalize_name(entry.distribution) not in family
-    }
+    others = {entry.module for entry in list_plugins(BACKEND) if canonicalize_name(entry.distribution) not in family}
     BackendHost.load(subject.backend)
     heavy = [name for name in HEAVY if name in sys.modules]
     require(

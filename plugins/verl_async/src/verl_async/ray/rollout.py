@@ -9,6 +9,7 @@ import ray
 
 from verl_async.asynchrony.rollout_host import RolloutHost
 from verl_async.ray.answers import answer
+from verl_async.rollout.kind import ROLLOUT
 from verl_engine.host.loading import load_plugin
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from verl_async.config import RolloutConfig
     from verl_async.rollout.interface import Generation, GenerationRequest
     from verl_engine.engine.weights.bucket import WeightBucket
-
-ROLLOUTS_GROUP = "verl_async.rollouts"
 
 
 class RolloutActor:
@@ -39,7 +38,7 @@ class RolloutActor:
         return str(ray.get_runtime_context().get_node_id())
 
     def _load(self) -> RolloutHost:
-        engine: Any = load_plugin(ROLLOUTS_GROUP, self._config.engine, "rollout.engine")
+        engine: Any = load_plugin(ROLLOUT, self._config.engine, "rollout.engine").plugin
         return RolloutHost(engine(self._config, self._model_folder))
 
     async def attach_slots(self, paths: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections import Counter, defaultdict
 from functools import cache
 from itertools import combinations
@@ -21,12 +22,16 @@ _REPETITION = "__pytest_repeat_step_number"
 """The parameter that pytest-repeat adds."""
 
 
+def pytest_configure() -> None:
+    """Start what tests start with SIGHUP in force: under nohup it is ignored, which processes inherit."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests that are marked are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Thin matrices out, and bring tests that belong to one worker together."""
     _thin_out(items)
-    places = {item: _group(item.nodeid) for item in items}
-    items.sort(key=lambda item: _ORDER.index(places[item]) if places[item] in _ORDER else len(_ORDER))
+    items.sort(key=lambda item: _turn(item.nodeid))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -64,7 +69,19 @@ def _group_of_module(path: str) -> str:
     source = (_ROOT / path).read_text(encoding="utf-8")
     if "tests.end_to_end" in source:
         return "jobs"
-    return "ranks" if "mark.dist" in source else path
+    return "ranks" if "mark.dist" in source and not _is_of_kit(path) else path
+
+
+def _turn(nodeid: str) -> int:
+    """The two groups come first, then the conformance kits, which have ranks of their own and take long."""
+    group = _group(nodeid)
+    if group in _ORDER:
+        return _ORDER.index(group)
+    return len(_ORDER) + (not _is_of_kit(group))
+
+
+def _is_of_kit(path: str) -> bool:
+    return "/test_conformance" in path
 
 
 def _thin_out(items: list[pytest.Item]) -> None:

@@ -48,7 +48,25 @@ class TestFsdp2KeepsParametersGatheredInAll(TestFsdp2KeepsParametersGathered):
 
 @pytest.mark.dist
 class TestFsdp1(EngineConformance):
+    """What FSDP1 does in its own way; the rest it shares with fsdp2."""
+
     backend = "fsdp"
+    only: ClassVar[tuple[str, ...]] = (
+        "accumulation",
+        "checkpoints",
+        "deadlock",
+        "gradient_sync",
+        "loading",
+        "offload",
+        "optimizer",
+        "recovery",
+        "weights",
+    )
+
+
+@pytest.mark.nightly
+class TestFsdp1InAll(TestFsdp1):
+    only: ClassVar[tuple[str, ...]] = ("",)
 
 
 @pytest.mark.dist

@@ -14,7 +14,26 @@ if TYPE_CHECKING:
 
 @pytest.mark.dist
 class TestFsdpTurbo(EngineConformance):
+    """What the library does, and how it is loaded; the rest is shared with fsdp2."""
+
     backend = "fsdp_turbo"
+    only: ClassVar[tuple[str, ...]] = (
+        "accumulation",
+        "checkpoints/resume",
+        "config",
+        "deadlock",
+        "gradient_sync",
+        "loading",
+        "optimizer",
+        "recovery",
+        "snapshots/exact",
+        "weights",
+    )
+
+
+@pytest.mark.nightly
+class TestFsdpTurboInAll(TestFsdpTurbo):
+    only: ClassVar[tuple[str, ...]] = ("",)
 
 
 @pytest.mark.dist

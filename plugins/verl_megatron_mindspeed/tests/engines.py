@@ -28,12 +28,14 @@ def forget_groups() -> None:
         return
     import torch.distributed as dist
     from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     from verl_megatron_mindspeed import parallel
 
     groups = parallel_state._global_process_group_list or ()
     parallel_state.destroy_model_parallel()
     parallel._made = None
+    RotaryEmbedding.forward.cache_clear()  # it keeps the last modules that it was called on, with their groups
     dist.barrier()  # nobody waits for anybody in those groups any more
     for group in groups:
         if group in dist.distributed_c10d._world.pg_map:  # None stands for the world

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 import torch
@@ -54,9 +56,24 @@ def test_rows_that_fill_up_the_vocabulary_are_no_zeros(ranks: RankPool, tmp_path
     assert ranks.run(_norm, folder, {"tensor_parallel_size": 2})[1][1] == whole
 
 
+EXPERTS: Final = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+
+
+def _weights_that_stay(rank: int, folder: Path) -> int:
+    driver = new_driver(folder, rank)
+    driver.train(make_sequences(4))
+    weights = [weakref.ref(weight) for chunk in engine_of(driver).model.chunks for weight in chunk.parameters()]
+    del driver
+    gc.collect()
+    return sum(weight() is not None for weight in weights)
+
+
+def test_an_engine_that_is_gone_leaves_no_weights_in_memory(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(_weights_that_stay, _write(tmp_path, transformers.Qwen3MoeConfig, **EXPERTS)) == [0, 0]
+
+
 def test_norm_counts_experts_of_all_ranks_once(ranks: RankPool, tmp_path: Path) -> None:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
-    folder = _write(tmp_path, transformers.Qwen3MoeConfig, **experts)
+    folder = _write(tmp_path, transformers.Qwen3MoeConfig, **EXPERTS)
     right, _ = ranks.run(_norm, folder, {})[0]
     tensor = {"tensor_parallel_size": 2, "sequence_parallel": True}
     for settings in (

@@ -49,6 +49,12 @@ class Training:
         self.loss_scaler = LossScaler() if config.param_dtype == "float16" else None
         wrap_chunks(config, model)
         self.chunks: list[Any] = list(model.chunks)
+        self._dispatchers = [
+            module.token_dispatcher
+            for chunk in self.chunks
+            for module in chunk.modules()
+            if hasattr(module, "token_dispatcher")
+        ]
         self.gradients = Gradients(self.chunks, device)
         self._optimizer = build_optimizer(config, self.chunks)
         names = {
@@ -112,6 +118,8 @@ class Training:
         self.gradients.clear()
         for each in self.slices:
             each.held.grad = None
+        for dispatcher in self._dispatchers:
+            _forget_graph(dispatcher)
 
     @torch.no_grad()
     def gather_parameters(self) -> None:
@@ -173,3 +181,14 @@ class Training:
     def _find(self, parameter: torch.Tensor) -> Slice | None:
         assert isinstance(parameter, torch.nn.Parameter)
         return self._slice_of.get(parameter)
+
+
+def _forget_graph(dispatcher: object) -> None:
+    """Let go of the graph of a pass, of which a mixture of experts keeps results.
+
+    The graph holds the gradients' hooks, they hold the model, and the model holds those results. Python's collector
+    cannot see through the graph, so an engine that is gone would leave its weights and process groups in memory.
+    """
+    for name, value in vars(dispatcher).items():
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+            setattr(dispatcher, name, value.detach())

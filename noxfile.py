@@ -74,15 +74,15 @@ def demo(session: nox.Session) -> None:
     output = ROOT / "outputs" / "_".join(["demo", *session.posargs])
     shutil.rmtree(output, ignore_errors=True)
     data = output / "data"
-    session.run("python", "recipes/addition_data.py", str(data), env=ENVIRONMENT)
+    session.run("python", "examples/addition_data.py", str(data), env=ENVIRONMENT)
     warm_up, training = output / "sft", output / "grpo"
     session.run(
-        "verl-engine", "sft", "recipes/addition_sft.yaml",
+        "verl-engine", "sft", "examples/addition_sft.yaml",
         f"model.path={data / 'model'}", f"data.examples={data / 'sft.parquet'}",
         f"evaluation.prompts={data / 'eval.jsonl'}", "--output", str(warm_up), env=ENVIRONMENT,
     )  # fmt: skip
     session.run(
-        "verl-engine", "train", f"recipes/{recipes[engine]}.yaml",
+        "verl-engine", "train", f"examples/{recipes[engine]}.yaml",
         f"model.path={warm_up / 'model'}", f"data.prompts={data / 'train.parquet'}",
         f"evaluation.prompts={data / 'eval.jsonl'}", "--output", str(training), env=ENVIRONMENT,
     )  # fmt: skip
@@ -172,7 +172,7 @@ def new_backend(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def dev(session: nox.Session) -> None:
     """Create .venv with every package editable and the tools, for an editor and a shell."""
-    _python(session, ROOT / ".venv", "towncrier")
+    _python(session, ROOT / ".venv", "towncrier", "pre-commit")
     session.log("Ready. Activate it with:  source .venv/bin/activate")
 
 
@@ -208,14 +208,21 @@ def real_model(session: nox.Session) -> None:
     output = ROOT / "outputs" / "real_model"
     shutil.rmtree(output, ignore_errors=True)
     data, training = output / "data", output / "grpo"
-    environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT / "recipes")}
-    session.run("python", "recipes/chain_sum_data.py", str(data), env=environment)
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT / "examples")}
+    session.run("python", "examples/chain_sum_data.py", str(data), env=environment)
     session.run(
-        "verl-engine", "train", "recipes/chain_sum_grpo.yaml",
+        "verl-engine", "train", "examples/chain_sum_grpo.yaml",
         f"model.path={data / 'model'}", f"data.prompts={data / 'train.parquet'}",
         "--output", str(training), env=environment,
     )  # fmt: skip
-    session.run("python", "recipes/chain_sum_check.py", str(training), env=environment)
+    session.run("python", "examples/chain_sum_check.py", str(training), env=environment)
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Build every package, check it, and install it alone in a fresh environment. Publishes nothing."""
+    session.install("build", "twine", "towncrier")
+    session.run("python", "-m", "tests.release", str(ROOT / "outputs" / "release"))
 
 
 @nox.session

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
     """Write the addition task, very small: few sums, few steps, an untrained model."""
-    from recipes import addition_data  # imports torch when it makes the model, as few tests need
+    from examples import addition_data  # imports torch when it makes the model, as few tests need
 
     folder = tmp_path_factory.mktemp("task")
     addition_data.save_model(folder / "model", seed=0)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = (ROOT / "core", *sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml")))
-SOURCE_FOLDERS = ("core", "plugins", "tests", "recipes", "docs", "benchmarks")
+SOURCE_FOLDERS = ("core", "plugins", "tests", "examples", "docs", "benchmarks")
 
 
 def python_files() -> list[Path]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from recipes.addition_data import prompt_row, save_model
+from examples.addition_data import prompt_row, save_model
 from tests.end_to_end import run
 from verl_async.algorithms.policy_loss import ClippedPolicyLoss
 from verl_async.asynchrony.batches import SharePlan, build_sequences

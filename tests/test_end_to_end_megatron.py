@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
-RECIPE = ROOT / "recipes" / "addition_grpo_megatron.yaml"
+RECIPE = ROOT / "examples" / "addition_grpo_megatron.yaml"
 
 
 def test_the_recipe_trains_on_two_ranks_that_split_each_layer(task: Task, tmp_path: Path, cluster: Cluster) -> None:

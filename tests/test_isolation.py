@@ -27,7 +27,7 @@ def test_validating_a_job_needs_nothing_heavy() -> None:
 from pathlib import Path
 from verl_async.job import load_train_job
 import verl_async.preflight
-load_train_job(Path("recipes/addition_grpo.yaml"), [])
+load_train_job(Path("examples/addition_grpo.yaml"), [])
 """
     loaded = loaded_after(code)
     assert [name for name in HEAVY if name in loaded] == []

@@ -45,9 +45,10 @@ def test_no_function_is_too_long() -> None:
 
 
 def test_no_file_names_a_path_of_one_machine() -> None:
-    documents = [path for folder in ("docs", "recipes", "core", "plugins") for path in (ROOT / folder).rglob("*.md")]
+    documents = [path for folder in ("docs", "core", "plugins") for path in (ROOT / folder).rglob("*.md")]
     templates = ROOT.glob("core/src/**/*.template")
-    texts = [*python_files(), *documents, *templates, *ROOT.glob("*.md"), *ROOT.glob("recipes/*.yaml")]
+    jobs = [path for folder in ("examples", "recipes") for path in (ROOT / folder).glob("*.yaml")]
+    texts = [*python_files(), *documents, *templates, *ROOT.glob("*.md"), *jobs]
     assert [name(path) for path in texts if MACHINE_PATHS.search(read(path))] == []
 
 

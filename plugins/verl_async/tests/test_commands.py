@@ -77,7 +77,7 @@ def test_help_teaches_by_examples(command: str) -> None:
     assert done.returncode == 0
     assert done.stderr == "heavy modules:\n"
     assert (
-        f"verl-engine {command} recipes/addition_{'grpo' if command == 'train' else 'sft'}.yaml --dry-run"
+        f"verl-engine {command} examples/addition_{'grpo' if command == 'train' else 'sft'}.yaml --dry-run"
         in done.stdout
     )
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from examples.addition_data import save_model
 from plugins.verl_async.tests.fakes import train_job
 from plugins.verl_async.tests.job_files import write_lines, write_prompts
-from recipes.addition_data import save_model
 from verl_async.asynchrony.inputs import (
     ModelTexts,
     read_evaluation_prompts,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 POSITIONS = 64
-"""Of the recipes' model."""
+"""Of the model of the examples."""
 
 
 @pytest.fixture

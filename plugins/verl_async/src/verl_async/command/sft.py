@@ -26,15 +26,15 @@ def sft(
 
     Check a job and see every setting:
 
-    `verl-engine sft recipes/addition_sft.yaml --dry-run`
+    `verl-engine sft examples/addition_sft.yaml --dry-run`
 
     Run it:
 
-    `verl-engine sft recipes/addition_sft.yaml -o outputs/warm-up`
+    `verl-engine sft examples/addition_sft.yaml -o outputs/warm-up`
 
     Run it for longer, on two ranks:
 
-    `verl-engine sft recipes/addition_sft.yaml trainer.num_steps=3000 trainer.num_ranks=2 -o outputs/warm-up-2`
+    `verl-engine sft examples/addition_sft.yaml trainer.num_steps=3000 trainer.num_ranks=2 -o outputs/warm-up-2`
     """
     from verl_async.command.run_job import JobKind, JobRequest, run_job
     from verl_async.job import load_sft_job

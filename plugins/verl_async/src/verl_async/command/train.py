@@ -26,15 +26,15 @@ def train(
 
     Check a job and see every setting:
 
-    `verl-engine train recipes/addition_grpo.yaml --dry-run`
+    `verl-engine train examples/addition_grpo.yaml --dry-run`
 
     Run it:
 
-    `verl-engine train recipes/addition_grpo.yaml -o outputs/addition`
+    `verl-engine train examples/addition_grpo.yaml -o outputs/addition`
 
     Run it with settings of your own:
 
-    `verl-engine train recipes/addition_grpo.yaml engine.learning_rate=1e-4 rollout.n=16 -o outputs/lr1e-4`
+    `verl-engine train examples/addition_grpo.yaml engine.learning_rate=1e-4 rollout.n=16 -o outputs/lr1e-4`
 
     Run exactly the same job again:
 

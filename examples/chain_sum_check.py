@@ -1,6 +1,6 @@
 """Check a finished job: every loss is finite, and transformers loads the saved weights.
 
-python recipes/chain_sum_check.py OUTPUT
+python examples/chain_sum_check.py OUTPUT
 """
 
 from __future__ import annotations

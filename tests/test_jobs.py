@@ -1,4 +1,4 @@
-"""The recipes that a user starts from are valid, and so is the data that they are made for."""
+"""The jobs that a user starts from, in examples/ and recipes/, are valid, and so is the data they are made for."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 import yaml
 
-from recipes import addition_data, chain_sum_data
-from recipes.chain_sum_check import read_losses
-from recipes.chain_sum_reward import score
+from examples import addition_data, chain_sum_data
+from examples.chain_sum_check import read_losses
+from examples.chain_sum_reward import score
 from tests.repository import ROOT, run_python
 from verl_async.data.examples import read_examples
 from verl_async.data.prompts import read_prompts
@@ -27,24 +27,24 @@ SMOKE: Final = (
     "rollout.n=2",
     "rollout.max_response_tokens=64",
 )
-"""One step, as the recipes' comments have it."""
+"""One step, as the headers of the recipes have it."""
 
 
 @pytest.fixture(scope="module")
 def addition(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("addition")
-    made = run_python("recipes/addition_data.py", str(folder))
+    made = run_python("examples/addition_data.py", str(folder))
     assert made.returncode == 0, made.stderr
     return folder
 
 
 def dry_run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return run_python("-m", "verl_engine", *arguments, "--dry-run", PYTHONPATH=str(ROOT / "recipes"))
+    return run_python("-m", "verl_engine", *arguments, "--dry-run", PYTHONPATH=str(ROOT / "examples"))
 
 
 @pytest.fixture(scope="module")
 def inputs(addition: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Stand in for what recipes read: a small model, and few rows."""
+    """Make what the jobs read in place of their own: a small model, and few rows."""
     row = chain_sum_data.prompt_row(0, "What is 1 + 1?", "2")
     prompts = tmp_path_factory.mktemp("prompts") / "train.jsonl"
     prompts.write_text("\n".join([json.dumps(row)] * 64), encoding="utf-8")
@@ -57,28 +57,27 @@ def inputs(addition: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 VARIANTS: Final[dict[str, tuple[tuple[str, ...], ...]]] = {
-    "addition_grpo_megatron.yaml": (("trainer.num_ranks=2", "engine.pipeline_parallel_size=2"),),
-    "npu_qwen3_vl_30b.yaml": (
+    "examples/addition_grpo_megatron.yaml": (("trainer.num_ranks=2", "engine.pipeline_parallel_size=2"),),
+    "recipes/npu_qwen3_vl_30b.yaml": (
         ("trainer.num_ranks=12", "engine.expert_parallel_size=4"),
         ("engine.expert_parallel_size=1", "engine.expert_tensor_parallel_size=null"),
     ),
-    "qwen3_5_2b_fsdp_turbo.yaml": (SMOKE, ("trainer.num_ranks=8",)),
-    "qwen3_5_27b_fsdp_turbo.yaml": (("trainer.mini_batch_size=8", *SMOKE[1:]),),
-    "qwen3_5_35b_a3b_fsdp_turbo.yaml": (
+    "recipes/qwen3_5_2b_fsdp_turbo.yaml": (SMOKE, ("trainer.num_ranks=8",)),
+    "recipes/qwen3_5_27b_fsdp_turbo.yaml": (("trainer.mini_batch_size=8", *SMOKE[1:]),),
+    "recipes/qwen3_5_35b_a3b_fsdp_turbo.yaml": (
         ("trainer.mini_batch_size=8", *SMOKE[1:]),
         ("engine.ep_plan.dispatcher=fused",),
     ),
 }
-"""By recipe the settings that its comments or a page recommend besides its own."""
-CASES: Final = [
-    (path.name, settings)
-    for path in sorted((ROOT / "recipes").glob("*.yaml"))
-    for settings in ((), *VARIANTS.get(path.name, ()))
+"""By job the settings that its header or a page recommends besides its own."""
+JOBS: Final = [
+    f"{folder}/{path.name}" for folder in ("examples", "recipes") for path in sorted((ROOT / folder).glob("*.yaml"))
 ]
+CASES: Final = [(job, settings) for job in JOBS for settings in ((), *VARIANTS.get(job, ()))]
 
 
 @pytest.mark.parametrize(("recipe", "settings"), CASES, ids=lambda value: value if isinstance(value, str) else "")
-def test_every_recipe_is_valid(recipe: str, settings: tuple[str, ...], inputs: dict[str, str], tmp_path: Path) -> None:
+def test_every_job_is_valid(recipe: str, settings: tuple[str, ...], inputs: dict[str, str], tmp_path: Path) -> None:
     done = try_recipe(recipe, settings, inputs, tmp_path)
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "out").exists()
@@ -88,11 +87,19 @@ def try_recipe(
     recipe: str, settings: tuple[str, ...], inputs: dict[str, str], tmp_path: Path
 ) -> subprocess.CompletedProcess[str]:
     """Check a recipe, with the inputs that it asks for in place of its own."""
-    job = yaml.safe_load((ROOT / "recipes" / recipe).read_text(encoding="utf-8"))
+    job = yaml.safe_load((ROOT / recipe).read_text(encoding="utf-8"))
     named = [key for key in inputs if key.split(".")[1] in job.get(key.split(".")[0], {})]
     command = "sft" if "data.examples" in named else "train"
     paths = [f"{key}={inputs[key]}" for key in named]
-    return dry_run(command, f"recipes/{recipe}", *paths, *settings, "--output", str(tmp_path / "out"))
+    return dry_run(command, recipe, *paths, *settings, "--output", str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_header_says_what_was_run_where_and_what_was_not(job: str) -> None:
+    lines = (ROOT / job).read_text(encoding="utf-8").splitlines()
+    header = lines[: next(number for number, line in enumerate(lines) if not line.startswith("#"))]
+    said = [word for word in ("# Run: ", "# Not run: ") if any(line.startswith(word) for line in header)]
+    assert said == (["# Run: "] if job.startswith("examples/") else ["# Run: ", "# Not run: "])
 
 
 def handed(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
@@ -105,7 +112,7 @@ def handed(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 def test_qwen3_5_2b_shares_weights_among_four_ranks_and_sequences_among_two(
     inputs: dict[str, str], tmp_path: Path
 ) -> None:
-    told = handed(try_recipe("qwen3_5_2b_fsdp_turbo.yaml", (), inputs, tmp_path))
+    told = handed(try_recipe("recipes/qwen3_5_2b_fsdp_turbo.yaml", (), inputs, tmp_path))
     sizes = told["distributed"]
     assert (sizes["fully_shard_parallel_size"], sizes["ulysses_parallel_size"]) == (4, 2)
     modeling = "transformers.models.qwen3_5.modeling_qwen3_5"
@@ -122,7 +129,7 @@ def test_qwen3_5_2b_shares_weights_among_four_ranks_and_sequences_among_two(
 
 
 def test_qwen3_5_27b_is_sharded_over_all_ranks(inputs: dict[str, str], tmp_path: Path) -> None:
-    sizes = handed(try_recipe("qwen3_5_27b_fsdp_turbo.yaml", (), inputs, tmp_path))["distributed"]
+    sizes = handed(try_recipe("recipes/qwen3_5_27b_fsdp_turbo.yaml", (), inputs, tmp_path))["distributed"]
     assert (sizes["fully_shard_parallel_size"], sizes["expert_parallel_size"]) == (16, 1)
     assert sizes["fsdp_plan"]["gradient_divide_factor"] == 16.0
     assert list(sizes["fsdp_plan"]["apply_modules"]) == ["model.embed_tokens", "model.layers.{*}", "lm_head"]
@@ -130,7 +137,7 @@ def test_qwen3_5_27b_is_sharded_over_all_ranks(inputs: dict[str, str], tmp_path:
 
 
 def test_qwen3_5_35b_divides_gradients_of_experts_by_all_ranks(inputs: dict[str, str], tmp_path: Path) -> None:
-    sizes = handed(try_recipe("qwen3_5_35b_a3b_fsdp_turbo.yaml", (), inputs, tmp_path))["distributed"]
+    sizes = handed(try_recipe("recipes/qwen3_5_35b_a3b_fsdp_turbo.yaml", (), inputs, tmp_path))["distributed"]
     assert (sizes["expert_parallel_size"], sizes["expert_fully_shard_parallel_size"]) == (8, 2)
     experts = ["model.layers.{*}.mlp.experts"]
     assert sizes["ep_plan"] == {
@@ -144,7 +151,7 @@ def test_qwen3_5_35b_divides_gradients_of_experts_by_all_ranks(inputs: dict[str,
 
 def test_megatron_needs_another_engine_section_and_nothing_else() -> None:
     ours, megatron = (
-        yaml.safe_load((ROOT / "recipes" / name).read_text(encoding="utf-8"))
+        yaml.safe_load((ROOT / "examples" / name).read_text(encoding="utf-8"))
         for name in ("addition_grpo.yaml", "addition_grpo_megatron.yaml")
     )
     assert (ours.pop("engine")["backend"], megatron.pop("engine")["backend"]) == ("fsdp2", "megatron")

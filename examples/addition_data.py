@@ -1,6 +1,6 @@
 """Make the addition task: prompts, held-out prompts, supervised examples and a tiny untrained model.
 
-    python recipes/addition_data.py FOLDER [--seed SEED]
+    python examples/addition_data.py FOLDER [--seed SEED]
 
 The task is to add two numbers of two digits; the answer is written with its digits reversed, since that way each digit
 depends only on what is already written: ``47+85=`` is answered by ``231``. Files, in the columns of verl:

@@ -39,7 +39,7 @@ INTRODUCTION = """\
 
 A job is a YAML file with the sections below. Settings on the command line win over the file:
 
-    verl-engine train recipes/addition_grpo.yaml engine.learning_rate=1e-4 trainer.num_steps=50 --output outputs/try
+    verl-engine train examples/addition_grpo.yaml engine.learning_rate=1e-4 trainer.num_steps=50 --output outputs/try
 
 The file is YAML 1.2, and so is the value of each setting on the command line: `off` and `1:30` are texts, `010` is ten,
 `1e-6` is a number. `${data.seed}` stands for the value of another setting; a literal `${` is written `\\${`.

@@ -207,7 +207,7 @@ class Job:
 
 
 def run(command: str, recipe: Path, output: Path, *settings: str, cluster: Cluster | None = None) -> Ended:
-    """Run a command to its end, which must be a good one without a word on standard error."""
+    """Run a command to its end, which must be a good one with nothing on standard error."""
     with Job(command, recipe, output, settings, cluster) as job:
         ended = job.wait()
     assert ended.code == 0, ended.stderr

@@ -175,7 +175,7 @@ class ForwardOnlyRounded(Fsdp2Engine):
 
 
 class ForwardOnlyNotRefreshed(Fsdp2Engine):
-    """Takes weights into a forward-only engine without a word, and drops them."""
+    """Takes weights into a forward-only engine silently, and drops them."""
 
     def load_full_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         if not self.config.forward_only:
@@ -202,7 +202,7 @@ class ShardsAtTheStart(Fsdp2Engine):
 
 
 class ShardsNotTaken(Fsdp2Engine):
-    """Takes parts without a word, and drops them."""
+    """Takes shards silently, and drops them."""
 
     def load_weight_shards(self, shards: Iterable[WeightShard]) -> None:
         super().load_weight_shards(own if shard.tensor.numel() else shard for own, shard in self._with_own(shards))

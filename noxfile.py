@@ -178,7 +178,7 @@ def dev(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Run every benchmark and keep its figures in outputs/bench/*.json."""
+    """Run every benchmark and keep its metrics in outputs/bench/*.json."""
     _install(session)
     output = ROOT / "outputs" / "bench"
     output.mkdir(parents=True, exist_ok=True)
@@ -187,10 +187,10 @@ def bench(session: nox.Session) -> None:
         session.error("there is no benchmarks/bench_*.py")
     for script in scripts:
         printed = session.run("python", str(script), "--json", *session.posargs, env=ENVIRONMENT, silent=True)
-        figures = str(printed).strip().splitlines()[-1]
-        json.loads(figures)  # a benchmark whose last line is anything else has failed
-        (output / f"{script.stem}.json").write_text(figures + "\n", encoding="utf-8")
-        session.log(f"{script.stem}: {figures}")
+        metrics = str(printed).strip().splitlines()[-1]
+        json.loads(metrics)  # a benchmark whose last line is anything else has failed
+        (output / f"{script.stem}.json").write_text(metrics + "\n", encoding="utf-8")
+        session.log(f"{script.stem}: {metrics}")
 
 
 @nox.session(venv_backend="none")
@@ -307,7 +307,7 @@ def _install_arguments(*tools: str) -> tuple[str, ...]:
     """What pip installs: the packages, editable, and tools, at the versions that CI knows.
 
     PyPI's torch for Linux brings 3 GB of CUDA libraries. Who sets PIP_EXTRA_INDEX_URL to PyTorch's index of CPU builds
-    is spared them.
+    avoids them.
     """
     editable = (argument for package in PACKAGES for argument in ("-e", f"./{package}"))
     return ("-c", CONSTRAINTS, TORCH, *editable, *tools)

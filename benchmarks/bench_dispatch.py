@@ -1,7 +1,7 @@
 """What calling an engine's hooks costs beyond calling the engine itself: `dispatch_fraction` of a step of 10 ms.
 
 A step of 8 micro-batches calls `engine_gradient_sync` 8 times and `engine_optimizer_step` once. Host and bare functions
-are timed in turn, so that a slow moment of the machine hits both; the figures are medians. With the observer `timing`
+are timed in turn, so that a slow moment of the machine hits both; the metrics are medians. With the observer `timing`
 the step has wrappers, and nine clocks to read: its figure stands apart.
 """
 
@@ -88,7 +88,7 @@ def main() -> None:
             if round_number:  # the first warms up
                 times[name].append(seconds)
     medians = {name: statistics.median(values) for name, values in times.items()}
-    figures = {
+    metrics = {
         "dispatch_fraction": (medians["host"] - medians["direct"]) / STEP_S,
         "dispatch_fraction_with_timing": (medians["timing"] - medians["direct"]) / STEP_S,
         "dispatch_us_a_step": (medians["host"] - medians["direct"]) * 1e6,
@@ -97,7 +97,7 @@ def main() -> None:
     if not options.json:
         for name, value in medians.items():
             print(f"{name}: {value * 1e6:.2f} us for the hook calls of a step")
-    print(json.dumps({name: round(value, 6) for name, value in figures.items()}))
+    print(json.dumps({name: round(value, 6) for name, value in metrics.items()}))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     time_vs_naive   time of the processor as a share of that of plain logits; limit 1.2
 
 Each run is a process of its own with one thread, so that its peak is its own. The two ways take turns, so that a slow
-moment of the machine hits both; figures are medians. `linear_log_probs` makes four matrix products where plain logits
+moment of the machine hits both; metrics are medians. `linear_log_probs` makes four matrix products where plain logits
 take three, and spares itself fresh memory: the wider the model, the nearer its time comes to 4 / 3.
 """
 
@@ -58,7 +58,7 @@ def draw_inputs() -> Inputs:
 
 
 def run(way: str, entropy: Entropy, inputs: Inputs, answer: Connection) -> None:
-    """Compute the figures and their gradients once, and send how long it took and how much memory."""
+    """Compute log-probs, entropy and their gradients once, and send how long it took and how much memory."""
     before = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
     start = time.process_time()
     if way == "naive":
@@ -109,16 +109,16 @@ def main() -> None:
         for name, (seconds, peak_bytes) in found.items():
             print(f"{name}: {seconds:.2f} s, {peak_bytes / 1e6:.0f} MB")
     naive = found["naive"]
-    figures = {}
+    metrics = {}
     for suffix, name in (
         ("", "linear"),
         ("_with_entropy", "linear with entropy"),
         ("_with_entropy_gradient", "linear with entropy's gradient"),
     ):
-        figures[f"peak_vs_naive{suffix}"] = found[name].peak_bytes / naive.peak_bytes
-        figures[f"time_vs_naive{suffix}"] = found[name].seconds / naive.seconds
-    print(json.dumps({name: round(value, 4) for name, value in figures.items()}))
-    missed = [f"{name}={figures[name]:.3f} is above {limit}" for name, limit in LIMITS.items() if figures[name] > limit]
+        metrics[f"peak_vs_naive{suffix}"] = found[name].peak_bytes / naive.peak_bytes
+        metrics[f"time_vs_naive{suffix}"] = found[name].seconds / naive.seconds
+    print(json.dumps({name: round(value, 4) for name, value in metrics.items()}))
+    missed = [f"{name}={metrics[name]:.3f} is above {limit}" for name, limit in LIMITS.items() if metrics[name] > limit]
     if missed:
         sys.exit("; ".join(missed))
 

@@ -2,8 +2,8 @@
 
 Three ways over the same model: every row padded to 512 (`packed_vs_padmax`); eight sequences at a time, in the order
 they come, padded to the longest of them (`packed_vs_padmicro`); and the fsdp2 engine, packed and balanced. Only real
-tokens count. `gemm_floor_fraction` is the share of this machine's own matrix-product rate that the engine reaches: the
-least time that its products need, over the time it took.
+tokens count. `gemm_floor_fraction` is the fraction of this machine's own matrix-product rate that the engine reaches:
+the least time that its products need, over the time it took.
 """
 
 from __future__ import annotations
@@ -158,15 +158,15 @@ def main() -> None:
         config = transformers.Qwen3Config(**{**tiny_config(VOCAB), **SIZES})
         transformers.Qwen3ForCausalLM(config).save_pretrained(model)
         (found,) = run_ranks(measure, model, options.rounds, world_size=1)
-    figures = {
+    metrics = {
         "packed_vs_padmax": found["padmax"] / found["packed"],
         "packed_vs_padmicro": found["padmicro"] / found["packed"],
         "gemm_floor_fraction": flops(sequences) / found["rate"] / found["packed"],
         "packed_tokens_per_cpu_s": num_tokens / found["packed"],
         "gemm_gflops": found["rate"] / 1e9,
     }
-    print(json.dumps({name: round(value, 4) for name, value in figures.items()}))
-    missed = [f"{name}={figures[name]:.3f} is below {limit}" for name, limit in LIMITS.items() if figures[name] < limit]
+    print(json.dumps({name: round(value, 4) for name, value in metrics.items()}))
+    missed = [f"{name}={metrics[name]:.3f} is below {limit}" for name, limit in LIMITS.items() if metrics[name] < limit]
     if missed:
         sys.exit("; ".join(missed))
 

@@ -99,14 +99,14 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         build_model(Path(folder))
-        figures = measure(Path(folder), options.runs)
-    figures = {name: round(value, 3) for name, value in figures.items()}
+        metrics = measure(Path(folder), options.runs)
+    metrics = {name: round(value, 3) for name, value in metrics.items()}
     if not options.json:
         print(
-            f"embedded {figures['tokens_per_cpu_s']:.0f}, generate {figures['hf_tokens_per_cpu_s']:.0f} tokens per "
-            f"CPU-second: {figures['vs_hf_generate']:.2f} times"
+            f"embedded {metrics['tokens_per_cpu_s']:.0f}, generate {metrics['hf_tokens_per_cpu_s']:.0f} tokens per "
+            f"CPU-second: {metrics['vs_hf_generate']:.2f} times"
         )
-    print(json.dumps(figures))
+    print(json.dumps(metrics))
 
 
 if __name__ == "__main__":

@@ -221,7 +221,7 @@ def time_attachments(snapshots: Snapshots) -> list[Taken]:
 
 
 def measure() -> dict[str, float]:
-    """Return all figures."""
+    """Return all metrics."""
     torch.set_num_threads(1)
     host = make_host()
     config = EngineConfig(backend="bench", device="cpu")
@@ -262,12 +262,12 @@ def measure() -> dict[str, float]:
     }
 
 
-def missed(figures: dict[str, float]) -> list[str]:
-    """Name the figures that miss their limits."""
-    reachable = min(CLONE_AT_LEAST, CLONE_SHARE * figures["memcpy_vs_clone_each_time"])
+def missed(metrics: dict[str, float]) -> list[str]:
+    """Name the metrics that miss their limits."""
+    reachable = min(CLONE_AT_LEAST, CLONE_SHARE * metrics["memcpy_vs_clone_each_time"])
     least = {**AT_LEAST, "vs_clone_each_time": reachable}
-    low = [f"{name}={figures[name]:.3f} is below {limit:.3g}" for name, limit in least.items() if figures[name] < limit]
-    high = [f"{name}={figures[name]:.3f} is above {limit}" for name, limit in AT_MOST.items() if figures[name] > limit]
+    low = [f"{name}={metrics[name]:.3f} is below {limit:.3g}" for name, limit in least.items() if metrics[name] < limit]
+    high = [f"{name}={metrics[name]:.3f} is above {limit}" for name, limit in AT_MOST.items() if metrics[name] > limit]
     return low + high
 
 
@@ -280,12 +280,12 @@ def main() -> None:
     if options.attach:
         attach(sys.stdin.buffer.read())
         return
-    figures = measure()
+    metrics = measure()
     if not options.json:
-        for name, value in figures.items():
+        for name, value in metrics.items():
             print(f"{name}: {value:.3f}")
-    print(json.dumps({name: round(value, 4) for name, value in figures.items()}))
-    wrong = missed(figures)
+    print(json.dumps({name: round(value, 4) for name, value in metrics.items()}))
+    wrong = missed(metrics)
     if wrong:
         raise SystemExit("; ".join(wrong))
 

@@ -1,6 +1,6 @@
 """How long ``import verl_engine`` and ``verl-engine backends --json`` take beyond a bare ``python -c pass``.
 
-The three are started in turn, so that a slow moment of the machine hits all of them; figures are medians in
+The three are started in turn, so that a slow moment of the machine hits all of them; metrics are medians in
 milliseconds, less the median of bare Python.
 """
 
@@ -32,13 +32,13 @@ def main() -> None:
     if not options.json:
         for name, values in times.items():
             print(f"{name}: median {medians[name]:.1f} ms, fastest {min(values):.1f} ms, slowest {max(values):.1f} ms")
-    figures = {
+    metrics = {
         "core_import_ms": round(medians["core_import"] - medians["bare"], 2),
         "backends_ms": round(medians["backends"] - medians["bare"], 2),
         "bare_python_ms": round(medians["bare"], 2),
         "rounds": options.rounds,
     }
-    print(json.dumps(figures))
+    print(json.dumps(metrics))
 
 
 def measure(rounds: int) -> dict[str, list[float]]:

@@ -130,38 +130,38 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="turns of each (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print the JSON object only")
     options = parser.parse_args()
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**{**tiny_config(VOCAB), **SIZES}))
         model.save_pretrained(folder)
-        figures["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+        metrics["parameters"] = sum(parameter.numel() for parameter in model.parameters())
         results = run_ranks(measure, Path(folder), options.rounds, timeout_s=600)
         for dtype, suffix in DTYPES.items():
             counts = results[0][0][dtype]
             for mode, (gathers, reductions, num_bytes, _) in counts.items():
-                figures[f"gathers_{mode}{suffix}"] = gathers
-                figures[f"reductions_{mode}{suffix}"] = reductions
-                figures[f"mb_{mode}{suffix}"] = num_bytes / 1e6
-            figures[f"reductions_of_one_pass{suffix}"] = counts["last"][3]
-            figures[f"bytes_vs_every{suffix}"] = counts["kept"][2] / counts["every"][2]
+                metrics[f"gathers_{mode}{suffix}"] = gathers
+                metrics[f"reductions_{mode}{suffix}"] = reductions
+                metrics[f"mb_{mode}{suffix}"] = num_bytes / 1e6
+            metrics[f"reductions_of_one_pass{suffix}"] = counts["last"][3]
+            metrics[f"bytes_vs_every{suffix}"] = counts["kept"][2] / counts["every"][2]
     seconds = {
         mode: [sum(parts) for parts in zip(*(turns[mode] for _, turns in results), strict=True)] for mode in MODES
     }
     for mode, values in seconds.items():
         ratios = [own / every for own, every in zip(values, seconds["every"], strict=True)]
-        figures[f"cpu_{mode}"] = statistics.median(ratios)
+        metrics[f"cpu_{mode}"] = statistics.median(ratios)
         if not options.json:
             print(f"{mode}: {statistics.median(values):.3f} CPU s a step on both ranks")
-    print(json.dumps({name: round(value, 4) for name, value in figures.items()}))
+    print(json.dumps({name: round(value, 4) for name, value in metrics.items()}))
     for suffix in DTYPES.values():
-        one = figures[f"reductions_of_one_pass{suffix}"]
+        one = metrics[f"reductions_of_one_pass{suffix}"]
         for mode in ("last", "kept"):
-            found = figures[f"reductions_{mode}{suffix}"]
+            found = metrics[f"reductions_{mode}{suffix}"]
             if found != one:
                 sys.exit(f"reductions_{mode}{suffix}={found:.0f} are not those of one pass, {one:.0f}")
-        if figures[f"bytes_vs_every{suffix}"] > LIMIT:
-            sys.exit(f"bytes_vs_every{suffix}={figures[f'bytes_vs_every{suffix}']:.3f} is above {LIMIT}")
+        if metrics[f"bytes_vs_every{suffix}"] > LIMIT:
+            sys.exit(f"bytes_vs_every{suffix}={metrics[f'bytes_vs_every{suffix}']:.3f} is above {LIMIT}")
 
 
 if __name__ == "__main__":

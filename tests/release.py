@@ -34,14 +34,14 @@ def main() -> None:
     files = build(folder)
     call(sys.executable, "-m", "twine", "check", "--strict", *map(str, files))
     version = one_version(files)
-    figures = {
+    metrics = {
         "version": version,
         "changes": count_changes(version),
         "bytes": {file.name: file.stat().st_size for file in files},
         "installed": {name: try_install(name, version, folder) for name in map(distribution, PACKAGES)},
         "seconds": round(time.monotonic() - started),
     }
-    print(json.dumps(figures))
+    print(json.dumps(metrics))
 
 
 def build(folder: Path) -> list[Path]:

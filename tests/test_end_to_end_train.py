@@ -70,7 +70,7 @@ def test_two_ranks_two_workers_ahead_of_training(task: Task, tmp_path: Path, clu
 
 
 def check_training(ended: Ended, model: Path) -> None:
-    """Check what every good run has: finite figures, and other weights than before."""
+    """Check what every good run has: finite metrics, and other weights than before."""
     steps = ended.records("step")
     assert len(steps) == ended.summary["num_steps"] == ended.summary["num_steps_planned"]
     assert all(math.isfinite(record["loss"]) and record["grad_norm"] > 0 for record in steps)

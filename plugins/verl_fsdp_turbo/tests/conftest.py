@@ -1,6 +1,6 @@
 """Shared by the tests of this plugin.
 
-They run over a stand-in of the library, which only they can find; or over the real one, where FSDP_TURBO_PATH names the
+They run over a fake of the library, which only they can find; or over the real one, where FSDP_TURBO_PATH names the
 folder that has it: `nox -s turbo_real`.
 """
 
@@ -27,7 +27,7 @@ LIBRARY = Path(REAL).resolve() if REAL else Path(__file__).parent / "fakes"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def stand_in() -> Iterator[Path]:
+def library_folder() -> Iterator[Path]:
     """Put the library on the path of this process and of those that it starts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(LIBRARY), os.environ.get("PYTHONPATH")])))
@@ -36,10 +36,10 @@ def stand_in() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def only_stand_in() -> None:
-    """Skip a test that plays another release, or looks where only the stand-in lets it."""
+def only_fake() -> None:
+    """Skip a test that needs another release, or looks where only the fake lets it."""
     if REAL:
-        pytest.skip("the stand-in alone can play this; FSDP_TURBO_PATH names a real library")
+        pytest.skip("the fake alone can do this; FSDP_TURBO_PATH names a real library")
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +49,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def ranks(rank_pools: RankPools, stand_in: Path) -> RankPool:
+def ranks(rank_pools: RankPools, library_folder: Path) -> RankPool:
     """Two processes that stay for other tests."""
-    assert stand_in.is_dir()
+    assert library_folder.is_dir()
     return rank_pools.get(2, prepare=prepare)

@@ -1,4 +1,4 @@
-"""The backend keeps the contract, over the stand-in: so says the kit that comes with core."""
+"""The backend keeps the contract, over the fake: so says the kit that comes with core."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def who_clips(rank: int, folder: Path, settings: dict[str, Any]) -> int:
     return len(calls)
 
 
-@pytest.mark.usefixtures("only_stand_in")
+@pytest.mark.usefixtures("only_fake")
 @pytest.mark.dist
 @pytest.mark.parametrize(("settings", "count"), [({}, 1), ({"fully_shard_parallel_size": 1}, 0)])
 def test_the_library_clips_only_where_its_norm_is_that_of_the_whole_gradient(
@@ -274,7 +274,7 @@ def two_roles(rank: int, folder: Path) -> tuple[str, str, str]:
     return str(same), other, looked
 
 
-@pytest.mark.usefixtures("only_stand_in")
+@pytest.mark.usefixtures("only_fake")
 @pytest.mark.dist
 def test_two_roles_share_a_process_only_with_the_same_sizes(model_folder: Path, ranks: RankPool) -> None:
     for same, other, looked in ranks.run(two_roles, model_folder):

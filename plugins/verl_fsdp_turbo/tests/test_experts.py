@@ -38,8 +38,8 @@ def prepare_newer() -> None:
 
 
 @pytest.fixture
-def newer(rank_pools: RankPools, stand_in: Path, only_stand_in: None) -> RankPool:  # noqa: ARG001 - it may skip
-    assert stand_in.is_dir()
+def newer(rank_pools: RankPools, library_folder: Path, only_fake: None) -> RankPool:  # noqa: ARG001 - it may skip
+    assert library_folder.is_dir()
     return rank_pools.get(2, prepare=prepare_newer)
 
 

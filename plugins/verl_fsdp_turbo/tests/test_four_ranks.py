@@ -23,9 +23,9 @@ OPTIMIZER: Final[dict[str, Any]] = {"learning_rate": 1e-2, "eps": 1e-3, "max_gra
 
 
 @pytest.fixture
-def four(rank_pools: RankPools, stand_in: Path, only_stand_in: None) -> RankPool:
-    assert stand_in.is_dir()
-    assert only_stand_in is None
+def four(rank_pools: RankPools, library_folder: Path, only_fake: None) -> RankPool:
+    assert library_folder.is_dir()
+    assert only_fake is None
     return rank_pools.get(NUM_RANKS, prepare=prepare_newer)
 
 

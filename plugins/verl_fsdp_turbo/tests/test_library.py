@@ -78,9 +78,9 @@ def test_a_broken_library_is_not_taken_for_a_missing_one(tmp_path: Path) -> None
     assert "from 2.9 to below 2.12" in printed
 
 
-@pytest.mark.usefixtures("only_stand_in")
-def test_what_a_release_can_do_is_asked_of_it(stand_in: Path) -> None:
-    newest, oldest = run(BUILD, stand_in), run(BUILD, stand_in, FAKE_FSDP_TURBO_HAS="")
+@pytest.mark.usefixtures("only_fake")
+def test_what_a_release_can_do_is_asked_of_it(library_folder: Path) -> None:
+    newest, oldest = run(BUILD, library_folder), run(BUILD, library_folder, FAKE_FSDP_TURBO_HAS="")
     assert "'ulysses_function_patches': True" in newest
     assert "ConfigError" not in newest
     assert "'reset_parallel_state': False" in oldest

@@ -121,7 +121,7 @@ def _whole(self: Any, *, input_ids: torch.Tensor, **_: Any) -> Any:
     return BaseModelOutputWithPast(last_hidden_state=self.embed_tokens(input_ids))
 
 
-@pytest.mark.usefixtures("only_stand_in")
+@pytest.mark.usefixtures("only_fake")
 @pytest.mark.dist
 def test_a_model_that_does_not_split_tokens_is_found_out(model_folder: Path, patching: RankPool) -> None:
     for message in patching.run(without_a_patch, model_folder):

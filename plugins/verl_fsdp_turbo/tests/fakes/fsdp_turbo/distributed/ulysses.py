@@ -20,7 +20,7 @@ def patch_functions(cp_plan: Any, group: dist.ProcessGroup) -> None:
         _replace(path, lambda plain: _default(plain, group))
     for patch in getattr(cp_plan, "ulysses_function_patches", ()):
         if patch["type"] not in _WRAPPERS:
-            raise NotImplementedError(f"the stand-in has no {patch['type']}")
+            raise NotImplementedError(f"the fake has no {patch['type']}")
         for path in patch["target_functions"]:
             _replace(path, functools.partial(_WRAPPERS[patch["type"]], group=group))
 

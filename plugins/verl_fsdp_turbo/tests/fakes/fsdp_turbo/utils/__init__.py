@@ -1,1 +1,1 @@
-"""A part of the stand-in."""
+"""A part of the fake."""

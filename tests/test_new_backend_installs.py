@@ -121,7 +121,7 @@ def test_it_is_listed_as_ready(fresh: FreshEnvironment) -> None:
 def test_the_doctor_finds_nothing_wrong_with_it(fresh: FreshEnvironment) -> None:
     found = json.loads(fresh.run("doctor", "--backend", "my_engine", "--patches", "--json"))
     assert found["ok"]
-    assert found["patches"] == [{"backend": "my_engine", "patches": [], "waiting": [], "promised": {}, "error": ""}]
+    assert found["patches"] == [{"backend": "my_engine", "patches": [], "waiting": [], "declared": {}, "error": ""}]
 
 
 @pytest.mark.nightly

@@ -45,10 +45,10 @@ class Model:
 HOOKS = """
 from contextlib import nullcontext
 from typing import Literal
-from verl_engine import BackendSpec, Capabilities, EngineConfig, OptimizerStep, PatchPromise, hookimpl
+from verl_engine import BackendSpec, Capabilities, EngineConfig, OptimizerStep, DeclaredPatch, hookimpl
 
 class AdaptorConfig(EngineConfig):
-    style: Literal["wait", "import", "mend", "nothing", "half"] = "wait"
+    style: Literal["wait", "import", "fix", "nothing", "half"] = "wait"
     width: int = 4
 
 SPEC = BackendSpec(
@@ -59,10 +59,10 @@ SPEC = BackendSpec(
     plugin_api_version=1,
     must_precede={must_precede!r},
     patches=(
-        PatchPromise("fakeframe.ops:norm", "the original is slow"),
-        PatchPromise("fakeframe.ops:Layer.forward", "the original is slow"),
-        PatchPromise("fakeframe.ops:Layer.kind", "the original is slow"),
-        PatchPromise("fakeframe.ops:HAVE_FAST", "it is there now"),
+        DeclaredPatch("fakeframe.ops:norm", "the original is slow"),
+        DeclaredPatch("fakeframe.ops:Layer.forward", "the original is slow"),
+        DeclaredPatch("fakeframe.ops:Layer.kind", "the original is slow"),
+        DeclaredPatch("fakeframe.ops:HAVE_FAST", "it is there now"),
     ),
     process_settings=("style", "width"),
 )
@@ -89,7 +89,7 @@ def engine_optimizer_step(engine):
 PATCHES = '''
 import sys
 from verl_engine import patch
-from verl_engine.host.preparation.patching import mend_aliases
+from verl_engine.patching.patches import fix_references
 
 def wrap(original):
     def patched(*_):
@@ -104,20 +104,20 @@ def wait():
     patch("fakeframe.ops:HAVE_FAST", lambda original: True)
 
 def import_first():
-    """As a patcher of someone else's does it, that knows nothing of aliases."""
+    """As a patcher of someone else's does it, that knows nothing of references."""
     import fakeframe.ops as ops
     ops.norm = wrap(ops.norm)
     ops.Layer.forward = wrap(ops.Layer.forward)
     ops.Layer.kind = staticmethod(wrap(ops.Layer.kind))
     ops.HAVE_FAST = True
 
-def mend():
-    """The same with all aliases mended."""
+def fix():
+    """The same with all references fixed."""
     import_first()
-    assert len(mend_aliases("fakeframe.ops:norm")) == 4
+    assert len(fix_references("fakeframe.ops:norm")) == 4
 
 def nothing():
-    """Breaks its promise."""
+    """Patches nothing of what it declares."""
 
 def half():
     wait()

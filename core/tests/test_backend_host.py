@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from core.tests.fake_distributions import HOOKS, write_distribution
-from verl_engine import BackendHost, BackendSpec, Capabilities, EngineConfig, OptimizerStep, PatchPromise, hookimpl
+from verl_engine import BackendHost, BackendSpec, Capabilities, DeclaredPatch, EngineConfig, OptimizerStep, hookimpl
 from verl_engine.contract.errors import (
     ConfigError,
     HookError,
@@ -150,8 +150,8 @@ def _engine_optimiser_step(engine: object) -> None:
             "lacks required hooks: engine_copy_weights_to_cpu, .*; or declare the gap 'snapshots'",
         ),
         ({"SPEC": replace(SPEC, must_precede=cast("Any", "megatron"))}, "must_precede='megatron' must be a tuple"),
-        ({"SPEC": replace(SPEC, patches=cast("Any", ("a:b",)))}, "patches holds 'a:b'; write PatchPromise"),
-        ({"SPEC": replace(SPEC, patches=(PatchPromise("a.b", "why"),))}, "patches: 'a.b' names nothing that can be"),
+        ({"SPEC": replace(SPEC, patches=cast("Any", ("a:b",)))}, "patches holds 'a:b'; write DeclaredPatch"),
+        ({"SPEC": replace(SPEC, patches=(DeclaredPatch("a.b", "why"),))}, "patches: 'a.b' names nothing that can be"),
         ({"SPEC": replace(SPEC, patches=cast("Any", 5))}, "patches=5 must be a tuple"),
         ({"SPEC": replace(SPEC, process_settings=("width",))}, "process_settings names width, which EngineConfig does"),
         ({"engine_create": _bare}, "lacks required hooks: engine_create; engine_create lacks the @hookimpl decorator"),
@@ -246,7 +246,7 @@ def test_a_module_that_cannot_be_asked_is_refused_with_the_cause() -> None:
     [
         (None, r"SPEC\.patches=None must be a tuple"),
         (("a:b",), r"SPEC\.patches holds 'a:b'"),
-        ((PatchPromise("a", "why"),), r"SPEC\.patches: 'a' names nothing that can be patched"),
+        ((DeclaredPatch("a", "why"),), r"SPEC\.patches: 'a' names nothing that can be patched"),
         (ZeroDivisionError("no"), r"SPEC\.patches\(config\) failed: ZeroDivisionError: no"),
     ],
 )

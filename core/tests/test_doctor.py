@@ -28,9 +28,9 @@ def replace(original):
     return len
 
 from dataclasses import replace as changed
-from verl_engine import PatchPromise, patch
+from verl_engine import DeclaredPatch, patch
 {hooks}
-SPEC = changed(SPEC, patches=(PatchPromise("toy_framework:size", "the original cannot count"),))
+SPEC = changed(SPEC, patches=(DeclaredPatch("toy_framework:size", "the original cannot count"),))
 
 @hookimpl
 def engine_prepare_process(config):

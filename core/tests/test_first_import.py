@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from verl_engine.contract.errors import PatchError
-from verl_engine.host.preparation.first_import import patch_on_import, stop_waiting
-from verl_engine.host.preparation.owner import owned_by
-from verl_engine.host.preparation.patching import patch
+from verl_engine.patching.first_import import owned_by, patch_on_import, stop_waiting
+from verl_engine.patching.patches import patch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

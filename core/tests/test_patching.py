@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from verl_engine.contract.errors import PatchError
-from verl_engine.host.preparation import patch_record
-from verl_engine.host.preparation.aliases import find_aliases
-from verl_engine.host.preparation.first_import import stop_waiting
-from verl_engine.host.preparation.owner import owned_by
-from verl_engine.host.preparation.patching import mend_aliases, note_replaced, patch
-from verl_engine.host.preparation.targets import ABSENT, Target, short_repr
+from verl_engine.patching.first_import import owned_by, stop_waiting
+from verl_engine.patching.patches import fix_references, forget_records, note_replaced, patch, records, replaced_objects
+from verl_engine.patching.references import find_references
+from verl_engine.patching.target import ABSENT, Target, short_repr
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +36,7 @@ def owner() -> Iterator[None]:
     with owned_by("a test"):
         yield
     stop_waiting("a test")
-    patch_record.forget_plugin("a test")
+    forget_records("a test")
 
 
 @pytest.fixture
@@ -67,11 +65,11 @@ def test_each_kind_of_name_is_replaced_and_recorded(module: ModuleType) -> None:
     holder = module.Child()
     assert (module.plain(), holder.method(), holder.static(), holder.of_class()) == (11, 12, 13, 14)
     assert module.FLAG is True
-    records = [record for record in patch_record.records() if record.module == "patchme"]
-    assert [record.name for record in records] == ["plain", "Holder.method", "Holder.static", "Holder.of_class", "FLAG"]
-    assert {(record.plugin, record.how, record.pid > 0) for record in records} == {("a test", "first import", True)}
-    assert records[0].original == "<function patchme.plain>"
-    assert (records[4].original, records[4].replacement) == ("False", "True")
+    made = [record for record in records() if record.module == "patchme"]
+    assert [record.name for record in made] == ["plain", "Holder.method", "Holder.static", "Holder.of_class", "FLAG"]
+    assert {(record.plugin, record.how, record.pid > 0) for record in made} == {("a test", "first import", True)}
+    assert made[0].original == "<function patchme.plain>"
+    assert (made[4].original, made[4].replacement) == ("False", "True")
     assert Target("patchme", "plain").get() is module.plain
 
 
@@ -86,16 +84,16 @@ def test_what_is_not_there_cannot_be_patched(module: ModuleType) -> None:
     assert Target("patchme", "absent").get() is ABSENT
 
 
-def test_aliases_are_found_and_mended(module: ModuleType) -> None:
+def test_references_are_found_and_fixed(module: ModuleType) -> None:
     user = importlib.import_module("patchuser")
     original = module.plain
     patch("patchme:plain", lambda _: lambda: 10)
-    found = {str(alias) for alias in find_aliases([original]) if alias.module != __name__}
+    found = {str(reference) for reference in find_references([original]) if reference.module != __name__}
     default = "(a default argument)"
     assert found == {
         "patchuser:mine", "patchuser:Own.taken", f"patchuser:use {default}", f"patchuser:Own.default {default}",
     }  # fmt: skip
-    assert len(mend_aliases("patchme:plain")) == 5
+    assert len(fix_references("patchme:plain")) == 5
     assert (user.mine(), user.use(), user.Own.taken(), user.Own().default()) == (10, 20, 10, 10)
 
 
@@ -104,12 +102,12 @@ def test_a_replacement_that_was_replaced_again_is_stale_too(module: ModuleType) 
     between = module.plain
     user = importlib.import_module("patchuser")
     module.__dict__["plain"] = lambda: 11
-    note_replaced("patchme:plain", between)
-    mend_aliases("patchme:plain")
+    note_replaced(Target("patchme", "plain"), between)
+    fix_references("patchme:plain")
     assert user.mine() == 11
 
 
-def test_looking_for_aliases_asks_no_object_anything(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_looking_for_references_asks_no_object_anything(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     class Touchy:
         def __getattribute__(self, name: str) -> object:
             raise AssertionError(name)
@@ -123,12 +121,12 @@ def test_looking_for_aliases_asks_no_object_anything(module: ModuleType, monkeyp
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "touchy", touchy)
         patched.setitem(sys.modules, "no_module", Touchy())
-        found = [str(alias) for alias in find_aliases([module.plain])]
+        found = [str(reference) for reference in find_references([module.plain])]
     assert found == ["patchme:plain", "touchy:mine"]
 
 
-def test_values_without_identity_have_no_aliases() -> None:
-    assert find_aliases([True, None, 1, "text", ()]) == []
+def test_values_without_identity_have_no_references() -> None:
+    assert find_references([True, None, 1, "text", ()]) == []
 
 
 @pytest.mark.parametrize(
@@ -137,7 +135,7 @@ def test_values_without_identity_have_no_aliases() -> None:
         (ABSENT, "nothing"),
         (None, "None"),
         (pytest.fixture, "<function _pytest.fixtures.fixture>"),
-        (Target, "<class verl_engine.host.preparation.targets.Target>"),
+        (Target, "<class verl_engine.patching.target.Target>"),
         (sys, "<builtins.module object>"),
     ],
 )
@@ -157,11 +155,11 @@ closure, part, cached = enclose(plain), functools.partial(plain), functools.lru_
 """
 
 
-def test_what_holds_an_alias_in_its_turn_is_found_and_mended_where_it_can_be(module: ModuleType, site: Path) -> None:
+def test_what_holds_a_reference_in_its_turn_is_found_and_fixed_where_it_can_be(module: ModuleType, site: Path) -> None:
     (site / "patchholder.py").write_text(HOLDERS, encoding="utf-8")
     holder = importlib.import_module("patchholder")
     patch("patchme:plain", lambda original: lambda: original() + 10)
-    found = {alias.place: alias for alias in find_aliases(patch_record.replaced_objects(Target("patchme", "plain")))}
+    found = {reference.place: reference for reference in find_references(replaced_objects(Target("patchme", "plain")))}
     assert found.keys() == {
         "plain",
         "Registry.table['plain']",
@@ -187,5 +185,5 @@ def test_a_replacement_may_hold_what_it_replaces(module: ModuleType) -> None:
     original = module.plain
     replacement = functools.partial(original)
     vars(module)["plain"] = replacement
-    assert list(map(str, find_aliases([original]))) == ["patchme:plain (in a partial)"]
-    assert find_aliases([original], [replacement]) == []
+    assert list(map(str, find_references([original]))) == ["patchme:plain (in a partial)"]
+    assert find_references([original], [replacement]) == []

@@ -44,7 +44,7 @@ refusal = attempt(
     lambda: reference.create(config(seed=5), None, "reference"),
     lambda: actor.prepare_process(config()),
 )
-from verl_engine.host.preparation.patch_record import records
+from verl_engine.patching.patches import records
 show(refusal=refusal, records=len(records()))
 """
     answer = run_code(folder, code)
@@ -56,17 +56,17 @@ show(refusal=refusal, records=len(records()))
 def test_preparing_with_other_settings_is_an_error_that_names_them(folder: Path) -> None:
     code = f"""{TRY}
 host().prepare_process(config())
-show(refusal=attempt(lambda: host().prepare_process(config(width=8, style="mend"))))
+show(refusal=attempt(lambda: host().prepare_process(config(width=8, style="fix"))))
 """
     refusal = run_code(folder, code)["refusal"]
     assert refusal.startswith("PreparationConflictError: this process is prepared for backend 'adaptor' of adaptor-eng")
-    assert "with engine.style='wait' (now 'mend'), engine.width=4 (now 8); patches cannot be made again" in refusal
+    assert "with engine.style='wait' (now 'fix'), engine.width=4 (now 8); patches cannot be made again" in refusal
 
 
 @pytest.mark.parametrize(
     ("style", "message"),
     [
-        ("nothing", "did not keep what it promises in BackendSpec.patches: fakeframe.ops:norm is not patched: fakef"),
+        ("nothing", "did not patch what it declares in BackendSpec.patches: fakeframe.ops:norm is not patched: fakef"),
         ("import", "patched too late for some: fakeframe.model:norm holds the original of fakeframe.ops:norm; "),
         ("half", "RuntimeError: in the middle"),
     ],
@@ -78,7 +78,7 @@ backend = host()
 refusal = attempt(lambda: backend.prepare_process(config(style={style!r})))
 second = attempt(lambda: backend.prepare_process(config(style="wait")))
 third = attempt(lambda: backend.create(config(), None, "actor"))
-from verl_engine.host.preparation.patch_record import records
+from verl_engine.patching.patches import records
 finders = [type(finder).__name__ for finder in sys.meta_path]
 import fakeframe
 show(refusal=refusal, second=second, third=third, records=len(records()), finders=finders)
@@ -106,7 +106,7 @@ def test_a_module_that_comes_in_later_must_not_bring_the_original_back(folder: P
     code = f"""{TRY}
 import importlib, sys
 backend = host()
-backend.prepare_process(config(style="mend"))
+backend.prepare_process(config(style="fix"))
 reload = attempt(lambda: importlib.reload(sys.modules["fakeframe.ops"]))
 create = attempt(lambda: backend.create(config(), None, "actor"))
 show(reload=reload, create=create)
@@ -175,7 +175,7 @@ def test_a_forked_child_is_refused_for_the_modules_of_its_parent(folder: Path, c
     parent = "import verl_engine.host.backend_host, fakeframe" if core_first else "import fakeframe"
     answer = run_child(folder, parent, "fork", {})
     who = "This process has it from its parent" if core_first else "This process was forked by"
-    assert f"imported by __main__ ({folder}/script.py, line 6). {who}" in str(answer["refusal"])
+    assert f"imported before this backend was loaded; held by __main__. {who}" in str(answer["refusal"])
     assert f"process {answer['pid']}, which" in str(answer["refusal"])
     assert "start this process by spawn or forkserver" in str(answer["refusal"])
     assert "patched" not in answer["views"]  # type: ignore[operator]

@@ -7,8 +7,8 @@ import pytest
 
 from core.tests.fake_distributions import HOOKS, write_distribution
 from core.tests.fake_framework import write_framework
+from verl_engine.command.doctor.patch_report import describe_patches
 from verl_engine.contract.names import BACKENDS_GROUP
-from verl_engine.host.preparation.prepare_report import describe_patches
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +23,7 @@ def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.usefixtures("framework")
 def test_what_is_patched_at_once_is_listed_with_its_reason() -> None:
-    report = describe_patches("adaptor", {"style": "mend"})
+    report = describe_patches("adaptor", {"style": "fix"})
     assert report.error == ""
     names = ["norm", "Layer.forward", "Layer.kind", "HAVE_FAST"]
     assert [(record.module, record.name) for record in report.patches] == [("fakeframe.ops", name) for name in names]
@@ -38,14 +38,14 @@ def test_what_is_patched_at_once_is_listed_with_its_reason() -> None:
 def test_what_waits_for_an_import_is_listed() -> None:
     report = describe_patches("adaptor")
     assert (report.patches, report.waiting, report.error) == ((), ("fakeframe.ops",), "")
-    assert report.promised["fakeframe.ops:norm"] == "the original is slow"
+    assert report.declared["fakeframe.ops:norm"] == "the original is slow"
 
 
 @pytest.mark.usefixtures("framework")
 @pytest.mark.parametrize(
     ("backend", "section", "message"),
     [
-        ("adaptor", {"style": "nothing"}, "PatchError: backend 'adaptor' of adaptor-engine 1.0 did not keep"),
+        ("adaptor", {"style": "nothing"}, "PatchError: backend 'adaptor' of adaptor-engine 1.0 did not patch"),
         ("adaptor", {"style": "half"}, "RuntimeError: in the middle (raised by engine_prepare_process)"),
         ("adaptor", {"style": "x"}, "ConfigError: engine.style='x'"),
         ("adaptorr", {}, "UnknownPluginError: backend 'adaptorr' is not a known backend; did you mean adaptor?"),

@@ -9,7 +9,7 @@ TYPE_CHECKING = False  # type checkers take it as True, like typing's, whose imp
 if TYPE_CHECKING:
     from verl_engine.batch.packed import PackedBatch
     from verl_engine.batch.sequence import Sequence
-    from verl_engine.contract.backend import BackendSpec, Capabilities, NeededModule, PatchPromise
+    from verl_engine.contract.backend import BackendSpec, Capabilities, DeclaredPatch, NeededModule
     from verl_engine.contract.config_file import read_config, validate
     from verl_engine.contract.engine_config import EngineConfig, LoraConfig
     from verl_engine.contract.errors import (
@@ -47,15 +47,15 @@ if TYPE_CHECKING:
     from verl_engine.host.backend_host import BackendHost
     from verl_engine.host.engine_section import validate_engine_section
     from verl_engine.host.loading import load_plugin
-    from verl_engine.host.preparation.first_import import patch_on_import
-    from verl_engine.host.preparation.patching import patch
+    from verl_engine.patching.first_import import patch_on_import
+    from verl_engine.patching.patches import patch
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "batch.packed": ["PackedBatch"],
     "batch.sequence": ["Sequence"],
-    "contract.backend": ["BackendSpec", "Capabilities", "NeededModule", "PatchPromise"],
+    "contract.backend": ["BackendSpec", "Capabilities", "NeededModule", "DeclaredPatch"],
     "contract.config_file": ["read_config", "validate"],
     "contract.engine_config": ["EngineConfig", "LoraConfig"],
     "contract.errors": [
@@ -92,9 +92,9 @@ _HOMES = {
     "engine.worker": ["EngineWorker"],
     "host.backend_host": ["BackendHost"],
     "host.engine_section": ["validate_engine_section"],
-    "host.preparation.first_import": ["patch_on_import"],
+    "patching.first_import": ["patch_on_import"],
     "host.loading": ["load_plugin"],
-    "host.preparation.patching": ["patch"],
+    "patching.patches": ["patch"],
 }
 """Where each public name lives."""
 
@@ -108,6 +108,7 @@ __all__ = [
     "CheckpointStore",
     "ConfigError",
     "DataParallel",
+    "DeclaredPatch",
     "Device",
     "DuplicatePluginError",
     "Engine",
@@ -125,7 +126,6 @@ __all__ = [
     "OptimizerStep",
     "PackedBatch",
     "PatchError",
-    "PatchPromise",
     "PluginApiVersionError",
     "PluginError",
     "PluginImportError",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from plugins.verl_megatron_mindspeed.tests.engines import forget_groups
-from verl_megatron_mindspeed.cpu_support.touchpoints import PATCHES, TENSOR_PATCHES, TORCH_PATCHES
+from verl_megatron_mindspeed.cpu_support.patch_list import PATCHES, TENSOR_PATCHES, TORCH_PATCHES
 
 if TYPE_CHECKING:
     from verl_engine.testing.rank_pool import RankPool
@@ -20,28 +20,28 @@ def _import_megatron() -> None:
 
 
 def _original(target: str) -> Any:
-    from verl_engine.host.preparation.patch_record import replaced_objects
-    from verl_engine.host.preparation.targets import Target
+    from verl_engine.patching.patches import replaced_objects
+    from verl_engine.patching.target import Target
 
     return replaced_objects(Target.parse(target))[0]
 
 
-def _check_promises(_rank: int) -> set[str]:
+def _check_patches(_rank: int) -> set[str]:
     import verl_megatron_mindspeed.hooks as backend
-    from verl_engine.host.preparation.import_guard import require_preparation
-    from verl_engine.host.preparation.patch_record import records
+    from verl_engine.patching.guard import require_preparation
+    from verl_engine.patching.patches import records
 
     _import_megatron()
     preparation = require_preparation(backend, "megatron", backend.SPEC)
     assert preparation is not None
-    preparation.promises.check_names()
-    assert preparation.promises._stale_aliases() == []
+    preparation.check_names()
+    assert preparation.stale_references() == []
     assert all(record.reason and record.how == "first import" for record in records())
     return {f"{record.module}:{record.name}" for record in records()}
 
 
 def test_what_is_patched_is_what_is_listed_and_the_host_finds_it_in_place(ranks: RankPool) -> None:
-    assert ranks.run(_check_promises) == [{promise.target for promise in PATCHES}] * 2
+    assert ranks.run(_check_patches) == [{patch.target for patch in PATCHES}] * 2
 
 
 def _prepare_again(_rank: int) -> None:
@@ -71,26 +71,26 @@ def test_torch_stays_as_it_is_for_everybody_else(ranks: RankPool) -> None:
     assert ranks.run(_look_at_torch) == [[False, "torch.FloatTensor", []]] * 2
 
 
-def test_the_stand_in_for_torch_changes_only_where_cuda_is_asked_for() -> None:
+def test_the_fake_for_torch_changes_only_where_cuda_is_asked_for() -> None:
     import torch
 
-    from verl_megatron_mindspeed.cpu_support import torch_on_cpu as stand_in
+    from verl_megatron_mindspeed.cpu_support import torch_on_cpu as fake
 
     cuda = torch.device("cuda", 1)
     made = [
-        stand_in.arange(2, device="cuda"),
-        stand_in.empty(2, device="cuda:0"),
-        stand_in.full((2,), 1.0, device=cuda),
-        stand_in.ones(2, device=stand_in.cuda.current_device()),
-        stand_in.tensor([1, 2], device="cuda", pin_memory=True),
-        stand_in.zeros(2, device=None),
+        fake.arange(2, device="cuda"),
+        fake.empty(2, device="cuda:0"),
+        fake.full((2,), 1.0, device=cuda),
+        fake.ones(2, device=fake.cuda.current_device()),
+        fake.tensor([1, 2], device="cuda", pin_memory=True),
+        fake.zeros(2, device=None),
     ]
     assert {tensor.device.type for tensor in made} == {"cpu"}
-    assert stand_in.empty(2, device="meta").device.type == "meta"
-    assert (stand_in.Tensor, stand_in.distributed.ReduceOp) == (torch.Tensor, torch.distributed.ReduceOp)
-    assert stand_in.cuda.is_available is torch.cuda.is_available
+    assert fake.empty(2, device="meta").device.type == "meta"
+    assert (fake.Tensor, fake.distributed.ReduceOp) == (torch.Tensor, torch.distributed.ReduceOp)
+    assert fake.cuda.is_available is torch.cuda.is_available
     with pytest.raises(AttributeError, match="absent"):
-        _ = stand_in.absent
+        _ = fake.absent
 
 
 def _uneven(rank: int) -> tuple[list[float], list[float], bool]:
@@ -98,13 +98,13 @@ def _uneven(rank: int) -> tuple[list[float], list[float], bool]:
     import torch
     import torch.distributed as dist
 
-    from verl_megatron_mindspeed.cpu_support import torch_on_cpu as stand_in
+    from verl_megatron_mindspeed.cpu_support import torch_on_cpu as fake
 
     own = torch.tensor([[1.0], [2.0]])[: rank + 1] + 10 * rank
     gathered = torch.empty(3, 1)
-    stand_in.distributed.all_gather(list(gathered.split([1, 2])), own)
+    fake.distributed.all_gather(list(gathered.split([1, 2])), own)
     kept = torch.empty_like(own)
-    stand_in.distributed.reduce_scatter(kept, list((gathered * (rank + 1)).split([1, 2])))
+    fake.distributed.reduce_scatter(kept, list((gathered * (rank + 1)).split([1, 2])))
     try:
         dist.all_gather(list(gathered.split([1, 2])), own)
     except RuntimeError as error:
@@ -118,7 +118,7 @@ def test_parts_of_different_lengths_can_be_gathered_and_scattered(ranks: RankPoo
     assert ranks.run(_uneven) == [(whole, [3.0], True), (whole, [33.0, 36.0], True)]
 
 
-def test_streams_and_events_of_the_stand_in_have_nothing_to_wait_for() -> None:
+def test_streams_and_events_of_the_fake_have_nothing_to_wait_for() -> None:
     from verl_megatron_mindspeed.cpu_support import cuda_on_cpu as cuda
 
     side = cuda.Stream(device=cuda.current_device())
@@ -257,8 +257,8 @@ def _asks_for_cuda(_rank: int) -> dict[str, bool]:
     import inspect
 
     sources = {
-        promise.target: inspect.getsource(importlib.import_module(promise.target.partition(":")[0]))
-        for promise in TORCH_PATCHES
+        patch.target: inspect.getsource(importlib.import_module(patch.target.partition(":")[0]))
+        for patch in TORCH_PATCHES
     }
     asks = ("torch.cuda.", 'device="cuda"', "device='cuda'")
     return {target: any(words in source for words in asks) for target, source in sources.items()}

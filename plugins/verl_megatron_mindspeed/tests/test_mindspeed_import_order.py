@@ -20,7 +20,7 @@ arguments, root = list(sys.argv), logging.getLogger()
 backend.prepare_process(config(mindspeed={"features": {"moe_alltoall_overlap_comm": True}}))
 import snapshot_handler
 from megatron.core.transformer.transformer_config import TransformerConfig
-from verl_engine.host.preparation import patch_record
+from verl_engine.patching.patches import records
 from verl_megatron_mindspeed.mindspeed.adaptor import check_same_patches
 patcher = sys.modules[snapshot_handler.TransformerConfig.__init__.__globals__["__name__"]]
 made = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2)
@@ -37,7 +37,7 @@ answer = {
     "made": [str(made.params_dtype), made.use_flash_attn],
     "refused": refused,
     "again": attempt(lambda: backend.prepare_process(same)),
-    "records": [f"{record.module}:{record.name}" for record in patch_record.records()],
+    "records": [f"{record.module}:{record.name}" for record in records()],
     "same": attempt(lambda: check_same_patches(same)),
     "other": attempt(lambda: check_same_patches(same.model_copy(update={"recompute": "full"}))),
 }

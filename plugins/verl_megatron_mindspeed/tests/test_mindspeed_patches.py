@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from verl_engine.contract.errors import ConfigError, PatchError
-from verl_engine.host.preparation.targets import ABSENT, Target
+from verl_engine.patching.target import ABSENT, Target
 from verl_megatron_mindspeed.mindspeed import adaptor
 from verl_megatron_mindspeed.mindspeed.fp8_weights import check_fp8, reset_weight_caches, use_weight_cache
 from verl_megatron_mindspeed.mindspeed.packages import MEGATRON_ADAPTOR, MINDSPEED, choose_package, how_to_install
 from verl_megatron_mindspeed.mindspeed.patches import ForeignPatch
-from verl_megatron_mindspeed.mindspeed.stale_names import mend_stale_names
+from verl_megatron_mindspeed.mindspeed.stale_names import fix_stale_names
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,14 +55,14 @@ def replace(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, code: str) 
     return ForeignPatch(Target(module.__name__, name), original, keeper.new, is_applied=True, owner=module)
 
 
-def test_other_names_tuples_and_default_arguments_are_mended(monkeypatch: pytest.MonkeyPatch, layers: Any) -> None:
+def test_other_names_tuples_and_default_arguments_are_fixed(monkeypatch: pytest.MonkeyPatch, layers: Any) -> None:
     code = "KINDS = (Layer, str)\ndef use(function=scale): return function()\ntable = {'layer': Layer}\nother = scale"
     user = new_module(monkeypatch, "megatron.user", code, Layer=layers.Layer, scale=layers.scale)
     patches = [
         replace(monkeypatch, layers, "Layer", "class new(original): pass"),
         replace(monkeypatch, layers, "scale", "def new(): return 'patched'"),
     ]
-    assert mend_stale_names([], patches) == []
+    assert fix_stale_names([], patches) == []
     assert list(user.KINDS) == [layers.Layer, str]
     assert user.table == {"layer": layers.Layer}
     assert user.use() == user.other() == user.scale() == "patched"
@@ -75,7 +75,7 @@ def test_methods_of_a_replaced_class_that_has_another_name_keep_their_own(
 ) -> None:
     layers.Old = layers.Layer
     original = layers.Layer
-    assert mend_stale_names([], [replace(monkeypatch, layers, "Layer", "class new(original): pass")]) == []
+    assert fix_stale_names([], [replace(monkeypatch, layers, "Layer", "class new(original): pass")]) == []
     assert layers.Old is layers.Layer
     assert original().say() == "original of base"
 
@@ -84,14 +84,14 @@ def test_a_name_that_only_borrowed_a_class_leaves_the_class_where_it_is_at_home(
     monkeypatch: pytest.MonkeyPatch, layers: Any
 ) -> None:
     specs = new_module(monkeypatch, "megatron.specs", "Norm = Layer", Layer=layers.Layer)
-    assert mend_stale_names([], [replace(monkeypatch, specs, "Norm", "class new: pass")]) == []
+    assert fix_stale_names([], [replace(monkeypatch, specs, "Norm", "class new: pass")]) == []
     assert layers.Layer is specs.Layer
     assert specs.Norm is not specs.Layer
 
 
 def test_what_cannot_be_changed_is_named(monkeypatch: pytest.MonkeyPatch, layers: Any) -> None:
     new_module(monkeypatch, "megatron.user", "part = partial(scale)", partial=functools.partial, scale=layers.scale)
-    faults = mend_stale_names([], [replace(monkeypatch, layers, "scale", "def new(): pass")])
+    faults = fix_stale_names([], [replace(monkeypatch, layers, "scale", "def new(): pass")])
     assert faults == ["megatron.user:part (in a partial) still holds the original of megatron.layers:scale"]
 
 
@@ -100,28 +100,28 @@ def test_a_replacement_of_an_earlier_round_is_stale_too(monkeypatch: pytest.Monk
     first = replace(monkeypatch, layers, "scale", "def new(): return 'first'")
     user = new_module(monkeypatch, "megatron.user", "mine = scale", scale=layers.scale)
     second = replace(monkeypatch, layers, "scale", "def new(): return 'second'")
-    assert mend_stale_names([first], [second]) == []
+    assert fix_stale_names([first], [second]) == []
     assert user.mine() == "second"
     layers.scale = original  # and where its arguments ask for no patch any longer
     withdrawn = ForeignPatch(first.target, original, original, is_applied=True, owner=layers)
     assert withdrawn.is_withdrawn
-    assert mend_stale_names([second], [withdrawn]) == []
+    assert fix_stale_names([second], [withdrawn]) == []
     assert user.mine() == "original"
 
 
 def test_torch_keeps_its_own_and_megatron_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = new_module(monkeypatch, "fake_torch", "def compile(): return 'original'\ninside = compile")
     user = new_module(monkeypatch, "megatron.jit", "fuser = compile", compile=torch.compile)
-    assert mend_stale_names([], [replace(monkeypatch, torch, "compile", "def new(): return 'patched'")]) == []
+    assert fix_stale_names([], [replace(monkeypatch, torch, "compile", "def new(): return 'patched'")]) == []
     assert (user.fuser(), torch.inside()) == ("patched", "original")
 
 
-def test_a_stand_in_replaces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fake_replaces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = new_module(monkeypatch, "fake_engine", "")
     patch = replace(monkeypatch, engine, "Linear", "class new: pass")
     assert patch.original is ABSENT
     assert patch.is_in_place()
-    assert mend_stale_names([], [patch]) == []
+    assert fix_stale_names([], [patch]) == []
 
 
 def test_the_cache_of_weights_is_forgotten_and_gives_no_weight_away(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
+from verl_engine.command.doctor.patch_report import describe_patches
 from verl_engine.contract.errors import ConfigError
-from verl_engine.host.preparation.prepare_report import describe_patches
 from verl_megatron_mindspeed.config import MegatronConfig
-from verl_megatron_mindspeed.cpu_support.touchpoints import PATCHES
-from verl_megatron_mindspeed.preparation import prepare_process, promised_patches
+from verl_megatron_mindspeed.cpu_support.patch_list import PATCHES
+from verl_megatron_mindspeed.preparation import declared_patches, prepare_process
 
 QUIET = """
 import json, sys, warnings
@@ -26,13 +26,13 @@ print(json.dumps([early, said, schedules.torch.__name__]))
 
 
 @pytest.mark.parametrize("device", ["cpu", "auto"])
-def test_on_a_cpu_its_patches_are_promised(device: str) -> None:
-    assert promised_patches(MegatronConfig(device=device)) == PATCHES  # type: ignore[arg-type]
+def test_on_a_cpu_its_patches_are_declared(device: str) -> None:
+    assert declared_patches(MegatronConfig(device=device)) == PATCHES  # type: ignore[arg-type]
 
 
-def test_nothing_of_the_cpu_support_is_promised_for_another_device() -> None:
-    assert promised_patches(MegatronConfig(device="cuda")) == ()
-    assert not set(promised_patches(MegatronConfig(device="npu"))) & set(PATCHES)
+def test_nothing_of_the_cpu_support_is_declared_for_another_device() -> None:
+    assert declared_patches(MegatronConfig(device="cuda")) == ()
+    assert not set(declared_patches(MegatronConfig(device="npu"))) & set(PATCHES)
 
 
 def test_a_device_that_is_not_there_is_refused_before_anything_is_patched() -> None:
@@ -47,12 +47,12 @@ def test_each_patch_has_a_name_of_its_own_and_a_reason() -> None:
 
 def test_preparation_imports_no_megatron_and_makes_its_later_import_quiet() -> None:
     done = subprocess.run([sys.executable, "-c", QUIET], capture_output=True, text=True, check=True)
-    early, said, stand_in = json.loads(done.stdout)
+    early, said, fake = json.loads(done.stdout)
     assert (early, said) == ([], [])
-    assert stand_in == "verl_megatron_mindspeed.cpu_support.torch_on_cpu"
+    assert fake == "verl_megatron_mindspeed.cpu_support.torch_on_cpu"
 
 
 def test_the_doctor_lists_each_patch_with_its_reason() -> None:
     report = describe_patches("megatron", {"device": "cpu"})
     assert (report.error, report.patches) == ("", ())
-    assert report.promised == {patch.target: patch.reason for patch in PATCHES}
+    assert report.declared == {patch.target: patch.reason for patch in PATCHES}

@@ -55,7 +55,7 @@ class Capabilities:
 
 
 @dataclass(frozen=True, slots=True)
-class PatchPromise:
+class DeclaredPatch:
     """A name that ``engine_prepare_process`` replaces. The host checks afterwards that it did."""
 
     target: str
@@ -92,8 +92,8 @@ class BackendSpec:
     must_precede: tuple[str, ...] = ()
     """Modules, with all below them, that nobody may have imported before ``engine_prepare_process`` runs, such as
     ``megatron``. A process in which one is there already is refused."""
-    patches: tuple[PatchPromise, ...] | Callable[[Any], tuple[PatchPromise, ...]] = ()
-    """What preparation promises to replace: a tuple, or a function of the config where it depends on that."""
+    patches: tuple[DeclaredPatch, ...] | Callable[[Any], tuple[DeclaredPatch, ...]] = ()
+    """What preparation replaces: a tuple, or a function of the config where it depends on that."""
     process_settings: tuple[str, ...] | None = None
     """Fields of the config that preparation reads. Two roles in one process must agree on these, and on no others. By
     default on all."""
@@ -101,6 +101,6 @@ class BackendSpec:
     needs: tuple[NeededModule, ...] = ()
     """Modules that are on no package index; ``verl-engine doctor`` tells how to get those that are missing."""
 
-    def promised_patches(self, config: EngineConfig) -> tuple[PatchPromise, ...]:
+    def declared_patches(self, config: EngineConfig) -> tuple[DeclaredPatch, ...]:
         """Say what preparation replaces under this config."""
         return self.patches(config) if callable(self.patches) else self.patches

@@ -41,7 +41,7 @@ class ImportOrderError(PluginError):
 
 
 class PatchError(PluginError):
-    """A patch that preparation promises did not take, or somebody still holds the original."""
+    """A declared patch did not take, or somebody still holds the original."""
 
 
 class PreparationConflictError(PluginError):

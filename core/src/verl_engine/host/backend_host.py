@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 
 from verl_engine.contract.errors import HookError, UnsupportedError
 from verl_engine.contract.kinds import BACKEND
-from verl_engine.host.backend_spec import check_backend_spec
+from verl_engine.host.backend_spec import check_backend_spec, declared_patches
 from verl_engine.host.direct_call import positional_call
 from verl_engine.host.loading import find_plugin, load_entry
 from verl_engine.host.observers import Observer, collect_metrics, load_observer
-from verl_engine.host.preparation.import_guard import prepare, require_preparation
-from verl_engine.host.preparation.import_witness import watch_for_imports
-from verl_engine.host.preparation.process_history import attributing_imports
 from verl_engine.host.registration import new_manager, register_backend, register_observer
 from verl_engine.host.rollback import forgetting_on_failure
 from verl_engine.host.spec_check import checked_spec
+from verl_engine.patching.first_import import owned_by
+from verl_engine.patching.guard import Preparation, prepare, require_preparation
+from verl_engine.patching.import_recorder import record_imports
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ class BackendHost:
         """Names the backend in messages, with its distribution and version."""
         self._backend = backend
         self._observers = tuple(observers)
-        watch_for_imports(spec.must_precede)
+        record_imports(spec.must_precede)
         manager = new_manager()
         register_backend(manager, backend, spec, label)
         for observer in observers:
@@ -111,11 +111,13 @@ class BackendHost:
 
         Raises:
             ImportOrderError: a module that the backend must precede is imported already.
-            PatchError: a promised patch did not take, or somebody still holds an original.
+            PatchError: a declared patch did not take, or somebody still holds an original.
             PreparationConflictError: the process is prepared with other settings, or for one that patches the same.
         """
         if self._has_preparation:
-            prepare(self._backend, self.label, self.spec, config, lambda: self._prepare_process(config=config))
+            declared = declared_patches(self.spec, config, self.label)
+            preparation = Preparation(self._backend, self.label, self.spec, config, declared)
+            prepare(preparation, lambda: self._prepare_process(config=config))
         else:
             self._prepare_process(config=config)  # for observers, if any
 
@@ -124,13 +126,13 @@ class BackendHost:
 
         Raises:
             ImportOrderError: the backend depends on a preparation, and there was none in this process.
-            PatchError: modules that came in meanwhile hold an original in the place of a promised patch.
+            PatchError: modules that came in meanwhile hold an original in the place of a declared patch.
         """
         preparation = require_preparation(self._backend, self.label, self.spec)
-        with attributing_imports(self.label):
+        with owned_by(self.label):
             engine: Engine | None = self._create(config=config, model_folder=model_folder, role=role)
         if preparation is not None:
-            preparation.promises.check()
+            preparation.check()
         if engine is None:
             raise self._no_result("engine_create", "an Engine")
         return engine

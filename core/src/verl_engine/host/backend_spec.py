@@ -1,18 +1,20 @@
-"""Check what a backend says of the preparation that it needs, before any of its hooks runs."""
+"""Check what a backend says of the preparation that it needs."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from verl_engine.contract.errors import HookError
-from verl_engine.host.preparation.patch_promises import checked_promises
+from verl_engine.contract.backend import DeclaredPatch
+from verl_engine.contract.errors import EngineError, HookError, PatchError
+from verl_engine.patching.target import Target
 
 if TYPE_CHECKING:
     from verl_engine.contract.backend import BackendSpec
+    from verl_engine.contract.engine_config import EngineConfig
 
 
 def check_backend_spec(spec: BackendSpec, label: str) -> None:
-    """Check the fields of a SPEC that others than the loader read.
+    """Check the fields of a SPEC that others than the loader read, before any hook runs.
 
     Raises:
         HookError: one is wrong.
@@ -21,8 +23,39 @@ def check_backend_spec(spec: BackendSpec, label: str) -> None:
     if not (isinstance(roots, tuple) and all(isinstance(root, str) and root for root in roots)):
         raise HookError(f"{label}: SPEC.must_precede={roots!r} must be a tuple of module names, such as ('megatron',)")
     if not callable(spec.patches):
-        checked_promises(spec.patches, label)
+        _check_patches(spec.patches, label)
     unknown = [name for name in spec.process_settings or () if name not in spec.config_class.model_fields]
     if unknown:
         owner = spec.config_class.__name__
         raise HookError(f"{label}: SPEC.process_settings names {', '.join(unknown)}, which {owner} does not have")
+
+
+def declared_patches(spec: BackendSpec, config: EngineConfig, label: str) -> tuple[DeclaredPatch, ...]:
+    """Ask a backend what it patches under a config.
+
+    Raises:
+        HookError: that failed, or it gave something else.
+        EngineError: the backend refuses the config: it names a device that is not there, say.
+    """
+    try:
+        declared: object = spec.declared_patches(config)
+    except EngineError:
+        raise
+    except Exception as cause:  # a stranger's function can raise anything
+        raise HookError(f"{label}: SPEC.patches(config) failed: {type(cause).__name__}: {cause}") from cause
+    return _check_patches(declared, label)
+
+
+def _check_patches(declared: object, label: str) -> tuple[DeclaredPatch, ...]:
+    if not isinstance(declared, tuple):
+        raise HookError(
+            f"{label}: SPEC.patches={declared!r} must be a tuple of DeclaredPatch, or a function of the config"
+        )
+    for patch in declared:
+        if not isinstance(patch, DeclaredPatch):
+            raise HookError(f"{label}: SPEC.patches holds {patch!r}; write DeclaredPatch('module:name', 'why')")
+        try:
+            Target.parse(patch.target)
+        except PatchError as error:
+            raise HookError(f"{label}: SPEC.patches: {error}") from error
+    return declared

@@ -7,7 +7,7 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from verl_engine.host.preparation.import_sites import is_within
+from verl_engine.patching.import_recorder import is_within
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def forgetting_on_failure(module_name: str) -> Iterator[None]:
     """Forget what was imported of a plugin's package meanwhile, if an exception ends it.
 
-    So a second try, after the plugin was mended in the same session, does not meet the halves of the first. Modules of
+    So a second try, after the plugin was fixed in the same session, does not meet the halves of the first. Modules of
     other packages stay: they may be in use already.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from verl_engine.contract.backend import BackendSpec, NeededModule, PatchPromise
+from verl_engine.contract.backend import BackendSpec, DeclaredPatch, NeededModule
 from verl_engine.contract.markers import hookimpl
 from verl_fsdp.hooks import (
     engine_copy_weights_to_cpu,
@@ -31,10 +31,10 @@ __all__ = [
 ]
 
 
-def _patches(config: FsdpTurboConfig) -> tuple[PatchPromise, ...]:
-    from verl_fsdp_turbo.preparation import promised_patches
+def _patches(config: FsdpTurboConfig) -> tuple[DeclaredPatch, ...]:
+    from verl_fsdp_turbo.preparation import declared_patches
 
-    return promised_patches(config)
+    return declared_patches(config)
 
 
 SPEC = BackendSpec(

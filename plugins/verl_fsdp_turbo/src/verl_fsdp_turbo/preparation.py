@@ -6,7 +6,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any, Final
 
-from verl_engine.contract.backend import PatchPromise
+from verl_engine.contract.backend import DeclaredPatch
 from verl_engine.contract.errors import PluginImportError
 from verl_engine.engine.device import Device
 from verl_fsdp_turbo.install_steps import INSTALL, MODULE
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from verl_fsdp_turbo.config import FsdpTurboConfig
 
 _DEVICES: Final = f"{MODULE}.utils.device"
-_PATCH: Final = PatchPromise(
+_PATCH: Final = DeclaredPatch(
     target=f"{_DEVICES}:get_accelerator_name",
     reason="the library looks for an NPU or GPU to make its meshes for, and fails where there is neither",
 )
 
 
-def promised_patches(config: FsdpTurboConfig) -> tuple[PatchPromise, ...]:
+def declared_patches(config: FsdpTurboConfig) -> tuple[DeclaredPatch, ...]:
     """Say what `prepare_process` replaces: nothing but on the CPU."""
     return (_PATCH,) if _kind(config) == "cpu" else ()
 

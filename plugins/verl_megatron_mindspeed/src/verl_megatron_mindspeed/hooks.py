@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from verl_engine.contract.backend import BackendSpec, Capabilities
 from verl_engine.contract.markers import hookimpl
 from verl_megatron_mindspeed.config import MegatronConfig
-from verl_megatron_mindspeed.preparation import SETTINGS, prepare_process, promised_patches
+from verl_megatron_mindspeed.preparation import SETTINGS, declared_patches, prepare_process
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -30,7 +30,7 @@ SPEC = BackendSpec(
     ),
     plugin_api_version=1,
     must_precede=("megatron",),
-    patches=promised_patches,
+    patches=declared_patches,
     process_settings=SETTINGS,
 )
 

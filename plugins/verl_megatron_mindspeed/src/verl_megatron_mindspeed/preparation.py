@@ -8,25 +8,25 @@ from verl_engine.contract.errors import ConfigError
 from verl_megatron_mindspeed.mindspeed_config import MindSpeedConfig
 
 if TYPE_CHECKING:
-    from verl_engine.contract.backend import PatchPromise
+    from verl_engine.contract.backend import DeclaredPatch
     from verl_megatron_mindspeed.config import MegatronConfig
 
 SETTINGS: Final = ("device", "mindspeed")
 """Fields of the config that preparation reads: engines of one process must agree on them."""
 
 
-def promised_patches(config: MegatronConfig) -> tuple[PatchPromise, ...]:
+def declared_patches(config: MegatronConfig) -> tuple[DeclaredPatch, ...]:
     """Say what `prepare_process` replaces, for the host, which checks that it did.
 
     The host asks in the process that it is about to prepare, so ``device: auto`` is as certain here as it is there.
     """
     kind = _device_kind(config)
     if kind == "cpu":
-        from verl_megatron_mindspeed.cpu_support.touchpoints import PATCHES
+        from verl_megatron_mindspeed.cpu_support.patch_list import PATCHES
 
         return PATCHES
     if kind == "npu":
-        from verl_megatron_mindspeed.mindspeed.promises import PATCHES as NPU_PATCHES
+        from verl_megatron_mindspeed.mindspeed.declared_patches import PATCHES as NPU_PATCHES
 
         return NPU_PATCHES
     return ()

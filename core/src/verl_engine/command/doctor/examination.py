@@ -11,10 +11,10 @@ from verl_engine.command.doctor.environment import Situation, Variable, read_env
 from verl_engine.command.doctor.findings import Finding
 from verl_engine.command.doctor.machine import describe_machine, find_devices, machine_findings, package_versions
 from verl_engine.command.doctor.metadata import unreadable_metadata
+from verl_engine.command.doctor.patch_report import PatchReport, describe_patches
 from verl_engine.command.doctor.plugins import inspect_backend, list_all, plugin_findings
 from verl_engine.contract.kinds import BACKEND
 from verl_engine.host.distributions import installed_distributions
-from verl_engine.host.preparation.prepare_report import PatchReport, describe_patches
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from verl_engine.command.doctor.examination import Examination
     from verl_engine.command.doctor.findings import Finding
+    from verl_engine.command.doctor.patch_report import PatchReport
     from verl_engine.host.catalog import PluginEntry
-    from verl_engine.host.preparation.prepare_report import PatchReport
 
 _STYLES = {"error": "bold red", "warning": "yellow"}
 
@@ -96,11 +96,11 @@ def _patches(report: PatchReport) -> Table | Text:
     table = _table(f"What backend {report.backend} patches", "name", "when", "replacement", "why")
     for patch in report.patches:
         table.add_row(*map(Text, (f"{patch.module}:{patch.name}", patch.how, patch.replacement, patch.reason)))
-    for name, why in report.promised.items():
+    for name, why in report.declared.items():
         table.add_row(Text(name), Text("when it is imported"), Text(), Text(why))
-    promised = {name.partition(":")[0] for name in report.promised}
+    declared = {name.partition(":")[0] for name in report.declared}
     for module in report.waiting:
-        if module not in promised:
+        if module not in declared:
             table.add_row(Text(module), Text("when it is imported"), Text(), Text())
     return table
 

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from verl_engine.host.preparation.patching import patch
+from verl_engine.patching.patches import patch
 from verl_megatron_mindspeed.cpu_support import torch_on_cpu
-from verl_megatron_mindspeed.cpu_support.tensors_like_cuda import with_tensors_like_cuda
-from verl_megatron_mindspeed.cpu_support.touchpoints import (
+from verl_megatron_mindspeed.cpu_support.patch_list import (
     DISPATCH_PATCH,
     GET_RANDOM_PATCH,
     ROUTER_PATCH,
@@ -19,6 +18,7 @@ from verl_megatron_mindspeed.cpu_support.touchpoints import (
     TENSOR_PATCHES,
     TORCH_PATCHES,
 )
+from verl_megatron_mindspeed.cpu_support.tensors_like_cuda import with_tensors_like_cuda
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,10 +33,10 @@ _ADVICE_FOR_CUDA: Final = (
 
 def install() -> None:
     """Patch Megatron's modules when they are imported; call it once, in ``engine_prepare_process``."""
-    for promise in TORCH_PATCHES:
-        patch(promise.target, lambda _: torch_on_cpu)
-    for promise in TENSOR_PATCHES:
-        patch(promise.target, with_tensors_like_cuda)
+    for declared in TORCH_PATCHES:
+        patch(declared.target, lambda _: torch_on_cpu)
+    for declared in TENSOR_PATCHES:
+        patch(declared.target, with_tensors_like_cuda)
     patch(GET_RANDOM_PATCH.target, lambda _: _get_rng_state)
     patch(SET_RANDOM_PATCH.target, lambda _: _set_rng_state)
     patch(DISPATCH_PATCH.target, _making_numpy)

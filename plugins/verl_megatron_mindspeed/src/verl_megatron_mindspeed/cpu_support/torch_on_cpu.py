@@ -1,7 +1,7 @@
 """Torch, as Megatron's modules see it on a CPU: where they ask for a CUDA device, they get the CPU.
 
 This module stands in for ``torch`` under that name in the modules of
-`verl_megatron_mindspeed.cpu_support.touchpoints`; for everybody else torch is as it was. What is not defined here is
+`verl_megatron_mindspeed.cpu_support.patch_list`; for everybody else torch is as it was. What is not defined here is
 torch's own.
 """
 

@@ -7,8 +7,8 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from verl_engine.host.preparation.aliases import inner_function
-from verl_engine.host.preparation.targets import ABSENT, Target
+from verl_engine.patching.references import inner_function
+from verl_engine.patching.target import ABSENT, Target
 
 if TYPE_CHECKING:
     from verl_megatron_mindspeed.mindspeed.packages import AdaptorPackage
@@ -20,7 +20,7 @@ class ForeignPatch:
 
     target: Target
     original: object
-    """ABSENT where there was nothing, as in the stand-ins for packages that are not installed."""
+    """ABSENT where there was nothing, as in the fakes for packages that are not installed."""
     replacement: object
     is_applied: bool
     owner: object

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from verl_engine.contract.errors import PatchError
-from verl_engine.host.preparation import patch_record
-from verl_engine.host.preparation.owner import current_owner
-from verl_engine.host.preparation.targets import Target
+from verl_engine.patching.patches import record_patch
+from verl_engine.patching.target import Target
 from verl_megatron_mindspeed.mindspeed.packages import how_to_install, version_of
-from verl_megatron_mindspeed.mindspeed.stale_names import mend_stale_names
+from verl_megatron_mindspeed.mindspeed.stale_names import fix_stale_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,16 +25,16 @@ _DECIDE_AT_IMPORT: Final = ("megatron.core.extensions.transformer_engine", "mega
 
 
 def check_patches(package: AdaptorPackage, before: Sequence[ForeignPatch], patches: Sequence[ForeignPatch]) -> None:
-    """Mend what can be mended, check everything, and record the patches for `patch_record.records`.
+    """Fix what can be fixed, check everything, and record the patches for `verl_engine.patching.patches.records`.
 
     Args:
         package: what patched.
         before: the patches after its import.
-        patches: those in force, after ``repatch``.
+        patches: the current ones, after ``repatch``.
     Raises:
         PatchError: names everything that is not patched.
     """
-    faults = _not_in_place(patches) + _decided_without() + mend_stale_names(before, patches)
+    faults = _not_in_place(patches) + _decided_without() + fix_stale_names(before, patches)
     if faults:
         versions = " and ".join(
             f"{name} {version_of(name) or 'of unknown version'}" for name in (package.name, "megatron-core")
@@ -48,7 +47,7 @@ def check_patches(package: AdaptorPackage, before: Sequence[ForeignPatch], patch
         if patch.is_withdrawn:
             continue
         reason = f"{package.name}: runs on NPUs"
-        patch_record.note_patch(patch.target, current_owner(), patch.original, patch.replacement, "preparation", reason)
+        record_patch(patch.target, patch.original, patch.replacement, reason)
 
 
 def _not_in_place(patches: Sequence[ForeignPatch]) -> list[str]:
@@ -63,7 +62,7 @@ def _not_in_place(patches: Sequence[ForeignPatch]) -> list[str]:
 
 
 def _decided_without() -> list[str]:
-    """Say what Megatron decided at its import as if neither Transformer Engine nor Apex had stand-ins."""
+    """Say what Megatron decided at its import as if neither Transformer Engine nor Apex had fakes."""
     faults = [
         f"{name}:HAVE_TE is not true"
         for name in _DECIDE_AT_IMPORT

@@ -1,7 +1,7 @@
 """Who still holds what MindSpeed replaced. MindSpeed changes names that are spelt alike, in modules, and no others.
 
 Names that are taken while Megatron is being imported go stale even where MindSpeed comes first: it imports Megatron to
-patch it. So what can be mended is, and only the rest is a fault.
+patch it. So what can be fixed is, and only the rest is a fault.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Final
 
 from verl_engine.contract.errors import PatchError
-from verl_engine.host.preparation.aliases import Alias, find_aliases, inner_function
-from verl_engine.host.preparation.import_sites import is_within
-from verl_engine.host.preparation.targets import ABSENT, Target
+from verl_engine.patching.import_recorder import is_within
+from verl_engine.patching.references import Reference, find_references, inner_function
+from verl_engine.patching.target import ABSENT, Target
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,62 +26,61 @@ _KEEPERS: Final = ("mindspeed", "megatron_adaptor")
 """They keep originals on purpose: their wrappers call them."""
 
 
-def mend_stale_names(before: Sequence[ForeignPatch], patches: Sequence[ForeignPatch]) -> list[str]:
+def fix_stale_names(before: Sequence[ForeignPatch], patches: Sequence[ForeignPatch]) -> list[str]:
     """Put the replacements where originals, or replacements of an earlier round, are still held.
 
     Args:
         before: the patches after the earlier round.
-        patches: those in force.
+        patches: the current ones.
     Returns:
         The places that cannot be changed.
     """
-    for alias, target in _stale_names(before, patches):
-        _mend(alias, target.get())
-    return [f"{alias} still holds the original of {target}" for alias, target in _stale_names(before, patches)]
+    for reference, target in _stale_names(before, patches):
+        _fix(reference, target.get())
+    return [f"{reference} still holds the original of {target}" for reference, target in _stale_names(before, patches)]
 
 
-def _stale_names(before: Sequence[ForeignPatch], patches: Sequence[ForeignPatch]) -> list[tuple[Alias, Target]]:
-    in_force = {id(inner_function(patch.replacement)) for patch in patches}
+def _stale_names(before: Sequence[ForeignPatch], patches: Sequence[ForeignPatch]) -> list[tuple[Reference, Target]]:
+    current = {id(inner_function(patch.replacement)) for patch in patches}
     held: list[tuple[object, Target]] = [
         (patch.original, patch.target) for patch in patches if patch.original is not ABSENT and not patch.is_withdrawn
     ]
     held += [
         (patch.replacement, patch.target)
         for patch in before
-        if id(inner_function(patch.replacement)) not in in_force and _is_keepers(patch.replacement)
+        if id(inner_function(patch.replacement)) not in current and _is_keepers(patch.replacement)
     ]
     targets: dict[int, list[tuple[object, Target]]] = defaultdict(list)
     for former, target in held:
         for same in {id(former): former, id(inner_function(former)): inner_function(former)}.values():
             targets[id(same)].append((former, target))
-    aliases = find_aliases([former for former, _ in held], [patch.replacement for patch in patches])
-    return [
-        (alias, target)
-        for alias in aliases
-        if not any(is_within(alias.module, keeper) for keeper in _KEEPERS)
-        if not _is_own_cell(alias)
-        for target in [next((name for former, name in targets[id(alias.held)] if _is_stale(alias, former, name)), None)]
-        if target is not None
-    ]
+    found = []
+    for reference in find_references([former for former, _ in held], [patch.replacement for patch in patches]):
+        stale = (name for former, name in targets[id(reference.held)] if _is_stale(reference, former, name))
+        target = next(stale, None)
+        is_kept = any(is_within(reference.module, keeper) for keeper in _KEEPERS) or _is_own_cell(reference)
+        if target is not None and not is_kept:
+            found.append((reference, target))
+    return found
 
 
-def _is_stale(alias: Alias, former: object, target: Target) -> bool:
+def _is_stale(reference: Reference, former: object, target: Target) -> bool:
     """Whether a place should follow a name.
 
     What was replaced under a name that only borrowed it, such as a module's choice of a norm, is itself still good: the
-    class stays in force where it was defined, and under other names. And what torch or the standard library hold of
+    class stays current where it was defined, and under other names. And what torch or the standard library hold of
     themselves is theirs; Megatron should have taken the replacement.
     """
     if not is_within(target.module, _FRAMEWORK) and not _is_keepers(former):
-        return is_within(alias.module, _FRAMEWORK)
+        return is_within(reference.module, _FRAMEWORK)
     is_at_home = getattr(inner_function(former), "__module__", None) == target.module
-    return is_at_home or _is_keepers(former) or alias.place == target.path.rpartition(".")[2]
+    return is_at_home or _is_keepers(former) or reference.place == target.path.rpartition(".")[2]
 
 
-def _is_own_cell(alias: Alias) -> bool:
+def _is_own_cell(reference: Reference) -> bool:
     """Whether it is the cell by which the methods of a class know it, for super()."""
-    owner, is_method, _ = alias.place.partition(".")
-    return bool(is_method) and vars(sys.modules[alias.module]).get(owner) is alias.held
+    owner, is_method, _ = reference.place.partition(".")
+    return bool(is_method) and vars(sys.modules[reference.module]).get(owner) is reference.held
 
 
 def _is_keepers(value: object) -> bool:
@@ -92,13 +91,13 @@ def _is_keepers(value: object) -> bool:
     return isinstance(home, str) and any(is_within(home, keeper) for keeper in _KEEPERS)
 
 
-def _mend(alias: Alias, replacement: object) -> None:
+def _fix(reference: Reference, replacement: object) -> None:
     """Change a place if that is possible; a tuple of a module, such as of classes for isinstance, is made anew."""
     try:
-        alias.replace(replacement)
+        reference.replace(replacement)
     except PatchError:
-        module = sys.modules[alias.module]
-        name = alias.place.partition("[")[0]
+        module = sys.modules[reference.module]
+        name = reference.place.partition("[")[0]
         entries = vars(module).get(name)
         if type(entries) is tuple:
-            setattr(module, name, tuple(replacement if entry is alias.held else entry for entry in entries))
+            setattr(module, name, tuple(replacement if entry is reference.held else entry for entry in entries))

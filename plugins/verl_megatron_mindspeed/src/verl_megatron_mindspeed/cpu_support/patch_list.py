@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from verl_engine.contract.backend import PatchPromise
+from verl_engine.contract.backend import DeclaredPatch
 
 _CORE: Final = "megatron.core"
 
@@ -28,25 +28,25 @@ USERS_OF_TORCH: Final = {
 """Modules below ``megatron.core`` that ask torch for a CUDA device, and what for."""
 
 TORCH_PATCHES: Final = tuple(
-    PatchPromise(f"{_CORE}.{module}:torch", f"asks for a CUDA device: {purpose}")
+    DeclaredPatch(f"{_CORE}.{module}:torch", f"asks for a CUDA device: {purpose}")
     for module, purpose in USERS_OF_TORCH.items()
 )
 """These modules get `verl_megatron_mindspeed.cpu_support.torch_on_cpu` under the name ``torch``."""
 
 TENSOR_PATCHES: Final = (
-    PatchPromise(
+    DeclaredPatch(
         f"{_CORE}.optimizer.clip_grads:clip_grad_by_total_norm_fp32",
         "asserts that gradients are of the type torch.cuda.FloatTensor",
     ),
-    PatchPromise(
+    DeclaredPatch(
         f"{_CORE}.optimizer.optimizer:Float16OptimizerWithFloat16Params.__init__",
         "sorts parameters by types such as torch.cuda.HalfTensor, and refuses others",
     ),
-    PatchPromise(
+    DeclaredPatch(
         f"{_CORE}.optimizer.distrib_optimizer:DistributedOptimizer.__init__",
         "sorts parameters by types such as torch.cuda.HalfTensor, and refuses others",
     ),
-    PatchPromise(
+    DeclaredPatch(
         f"{_CORE}.models.common.language_module.language_module:LanguageModule.setup_embeddings_and_output_layer",
         "moves tied embeddings of the first and last pipeline stage by Tensor.cuda()",
     ),
@@ -54,18 +54,18 @@ TENSOR_PATCHES: Final = (
 """These functions run while methods of tensors answer as on CUDA; see
 `verl_megatron_mindspeed.cpu_support.tensors_like_cuda`."""
 
-GET_RANDOM_PATCH: Final = PatchPromise(
+GET_RANDOM_PATCH: Final = DeclaredPatch(
     f"{_CORE}.tensor_parallel.random:_get_cuda_rng_state", "takes the state of a CUDA device's generator"
 )
-SET_RANDOM_PATCH: Final = PatchPromise(
+SET_RANDOM_PATCH: Final = DeclaredPatch(
     f"{_CORE}.tensor_parallel.random:_set_cuda_rng_state",
     "puts off setting a state until CUDA is initialized, which never happens",
 )
-DISPATCH_PATCH: Final = PatchPromise(
+DISPATCH_PATCH: Final = DeclaredPatch(
     f"{_CORE}.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
     "leaves what is on the CPU as a tensor where its callers count on numpy",
 )
-ROUTER_PATCH: Final = PatchPromise(
+ROUTER_PATCH: Final = DeclaredPatch(
     f"{_CORE}.transformer.moe.moe_utils:router_gating_linear",
     "asks whether te_general_gemm is there, a name that 0.16 only has together with Transformer Engine",
 )

@@ -1,6 +1,6 @@
 """What a backend patches, found by preparing a fresh process for it.
 
-``python -m verl_engine.host.preparation.prepare_report NAME JSON`` is that process.
+``python -m verl_engine.command.doctor.patch_report NAME JSON`` is that process.
 """
 
 from __future__ import annotations
@@ -16,15 +16,11 @@ from typing import TYPE_CHECKING, Any
 from verl_engine.contract.errors import EngineError
 from verl_engine.contract.validation import validate
 from verl_engine.host.backend_host import BackendHost
-from verl_engine.host.preparation import patch_record
-from verl_engine.host.preparation.first_import import waiting_modules
-from verl_engine.host.preparation.patch_record import PatchRecord
+from verl_engine.patching.first_import import waiting_modules
+from verl_engine.patching.patches import PatchRecord, records
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-_FIRST_LINES = 2000
-"""Characters of a crashed process's last words that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +32,8 @@ class PatchReport:
     """What was patched, in order; empty for most backends."""
     waiting: tuple[str, ...] = ()
     """Modules that will be patched when they are first imported."""
-    promised: Mapping[str, str] = field(default_factory=dict)
-    """What the backend promises to patch in them: name and reason."""
+    declared: Mapping[str, str] = field(default_factory=dict)
+    """What the backend declares to patch in them: name and reason."""
     error: str = ""
     """Class and message of what made it fail; empty where it did not."""
 
@@ -52,12 +48,11 @@ def describe_patches(backend: str, section: Mapping[str, Any] | None = None, tim
     Returns:
         The report; what fails is in it, nothing is raised.
     """
-    command = [sys.executable, "-m", __name__, backend, json.dumps(dict(section or {}))]
     # The process must find what this one finds, wherever it was started.
-    path = os.pathsep.join(entry or str(os.curdir) for entry in sys.path)
+    path = os.pathsep.join(entry or os.curdir for entry in sys.path)
     try:
         done = subprocess.run(  # noqa: S603 - ourselves
-            command,
+            [sys.executable, "-m", __name__, backend, json.dumps(dict(section or {}))],
             capture_output=True,
             text=True,
             timeout=timeout_s,
@@ -69,10 +64,10 @@ def describe_patches(backend: str, section: Mapping[str, Any] | None = None, tim
     try:
         answer = json.loads(done.stdout.strip().rpartition("\n")[2])
     except json.JSONDecodeError:  # it died, by a signal say
-        words = done.stderr.strip()[-_FIRST_LINES:]
+        words = done.stderr.strip()[-2000:]
         return PatchReport(backend, error=f"the process ended with exit code {done.returncode} and no report: {words}")
-    patches = tuple(PatchRecord(**record) for record in answer["patches"])
-    return PatchReport(backend, patches, tuple(answer["waiting"]), answer["promised"], answer["error"])
+    patches = tuple(PatchRecord(**record) for record in answer.pop("patches"))
+    return PatchReport(**{**answer, "patches": patches, "waiting": tuple(answer["waiting"])})
 
 
 def main() -> None:
@@ -87,20 +82,20 @@ def main() -> None:
 
 
 def _prepare(backend: str, section: dict[str, Any]) -> PatchReport:
-    error, waiting, promised = "", [], {}
+    error, waiting, declared = "", [], {}
     try:
         host = BackendHost.load(backend)
         known = {"backend": backend, "learning_rate": 1e-6}
         config = validate(host.spec.config_class, {**known, **section}, at="engine")
         host.prepare_process(config)
         waiting = waiting_modules(host.label)
-        promises = {promise.target: promise.reason for promise in host.spec.promised_patches(config)}
-        promised = {name: why for name, why in promises.items() if name.partition(":")[0] in waiting}
-    except EngineError as failure:
-        error = f"{type(failure).__name__}: {failure}"
+        for patch in host.spec.declared_patches(config):
+            if patch.target.partition(":")[0] in waiting:
+                declared[patch.target] = patch.reason
     except Exception as failure:  # noqa: BLE001 - a stranger's hook can raise anything, and the report must say so
-        error = f"{type(failure).__name__}: {failure} (raised by engine_prepare_process)"
-    return PatchReport(backend, patch_record.records(), tuple(waiting), promised, error)
+        by = "" if isinstance(failure, EngineError) else " (raised by engine_prepare_process)"
+        error = f"{type(failure).__name__}: {failure}{by}"
+    return PatchReport(backend, records(), tuple(waiting), declared, error)
 
 
 if __name__ == "__main__":

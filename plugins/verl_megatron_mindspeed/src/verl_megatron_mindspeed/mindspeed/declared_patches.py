@@ -1,13 +1,13 @@
-"""What preparation promises to the host on an NPU. MindSpeed says itself what else it replaces, once it has."""
+"""What preparation declares to the host on an NPU. MindSpeed says itself what else it replaces, once it has."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from verl_engine.contract.backend import PatchPromise
+from verl_engine.contract.backend import DeclaredPatch
 
 PATCHES: Final = (
-    PatchPromise(
+    DeclaredPatch(
         "megatron.core.transformer.transformer_config:TransformerConfig.__init__",
         "MindSpeed's layers look for its own arguments in Megatron's config",
         kept_by=("mindspeed", "megatron_adaptor"),

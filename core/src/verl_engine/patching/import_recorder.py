@@ -63,7 +63,7 @@ def record_imports(roots: Iterable[str]) -> None:
 def explain_import(root: str) -> str:
     """Say who imported a module, or one below it, and what to do so that it is imported later; empty if nobody did."""
     # An entry of None is a name that nobody may import.
-    found = [name for name, module in list(sys.modules.items()) if module is not None and is_within(name, root)]
+    found = [name for name in list(sys.modules) if is_within(name, root) and sys.modules.get(name) is not None]
     if not found:
         return ""
     name = root if root in found else found[0]

@@ -56,11 +56,10 @@ def _stale_names(before: Sequence[ForeignPatch], patches: Sequence[ForeignPatch]
             targets[id(same)].append((former, target))
     found = []
     for reference in find_references([former for former, _ in held], [patch.replacement for patch in patches]):
-        stale = (name for former, name in targets[id(reference.held)] if _is_stale(reference, former, name))
-        target = next(stale, None)
         is_kept = any(is_within(reference.module, keeper) for keeper in _KEEPERS) or _is_own_cell(reference)
-        if target is not None and not is_kept:
-            found.append((reference, target))
+        stale = [name for former, name in targets[id(reference.held)] if _is_stale(reference, former, name)]
+        if stale and not is_kept:
+            found.append((reference, stale[0]))
     return found
 
 

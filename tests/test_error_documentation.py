@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PAGE = (ROOT / "docs" / "reference" / "errors.md").read_text(encoding="utf-8")
-ROWS = {
-    name: (cause, cure) for name, cause, cure in re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \|$", PAGE, re.MULTILINE)
-}
+ROWS = {name: (cause, fix) for name, cause, fix in re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \|$", PAGE, re.MULTILINE)}
 
 
 def modules_with_errors() -> list[str]:
@@ -41,10 +39,10 @@ def errors() -> Iterator[type[Exception]]:
 
 
 @pytest.mark.parametrize("error", list(errors()), ids=lambda error: error.__name__)
-def test_every_error_has_a_cause_and_a_cure(error: type[Exception]) -> None:
-    cause, cure = ROWS[error.__name__]
+def test_every_error_has_a_cause_and_a_fix(error: type[Exception]) -> None:
+    cause, fix = ROWS[error.__name__]
     assert cause.endswith(".")
-    assert cure.endswith(".")
+    assert fix.endswith(".")
 
 
 def test_the_page_has_no_error_that_is_gone() -> None:

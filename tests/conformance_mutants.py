@@ -9,7 +9,7 @@ import importlib
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ConfigDict
+from pydantic import model_validator
 
 from verl_engine.contract.backend import BackendSpec, Capabilities
 from verl_engine.contract.markers import hookimpl
@@ -35,7 +35,10 @@ class MutantConfig(Fsdp2Config):
 class LaxConfig(MutantConfig):
     """Ignores what it does not know."""
 
-    model_config = ConfigDict(extra="ignore")
+    @model_validator(mode="before")
+    @classmethod
+    def _drop(cls, section: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in section.items() if key in cls.model_fields}
 
 
 class Mutant:

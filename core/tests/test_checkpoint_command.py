@@ -75,8 +75,8 @@ def test_one_that_cannot_be_read_stands_in_the_table_with_the_reason(
 
 def test_inspecting_imports_no_torch(root: Path) -> None:
     code = (
-        "import sys; from verl_engine.command.checkpoint import run; "
-        f"run(['inspect', {str(root)!r}], 'x'); sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+        "import pathlib, sys; from verl_engine.command.checkpoint import inspect; "
+        f"inspect(pathlib.Path({str(root)!r})); sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0
 
@@ -99,8 +99,11 @@ def test_an_export_of_the_newest_loads_in_transformers(tmp_path: Path, capsys: p
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("inspect", "{root}/nothing"), "holds no whole checkpoint; give a folder that CheckpointStore saves them in"),
-        (("export", "{root}/nothing", "--output", "{root}/out"), "is no checkpoint, and holds no whole one"),
+        (("inspect", "{root}/nothing"), "/nothing does not exist; give a folder"),
+        (
+            ("export", "{root}/nothing", "--output", "{root}/out"),
+            "/nothing does not exist; give a folder",
+        ),
         (("export", "{root}", "--output", "{root}/out", "--model", "{root}/nothing"), "is no folder"),
         (("export", "{root}", "--output", "{root}/out"), "holds no config.json; give the model folder"),
     ],
@@ -112,12 +115,40 @@ def test_what_cannot_be_done_is_said_with_exit_code_2(
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.fault(33)
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ((), " has no folder in it; give a folder that CheckpointStore saves in"),
+        (("a/x", "b/y"), " has the folders a, b, none of which holds one; give"),
+        (
+            ("config.yaml", "model/config.json"),
+            " is a job's folder, with the trained model in {folder}/model, and",
+        ),
+    ],
+)
+def test_a_folder_without_checkpoints_is_told_from_one_that_does_not_exist(
+    tmp_path: Path, content: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in content:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert run("checkpoint", "inspect", str(tmp_path)) == 2
+    assert f"error: {tmp_path}{says.format(folder=tmp_path)}" in capsys.readouterr().err
+
+
+@pytest.mark.fault(33)
+def test_a_folder_beside_the_checkpoints_is_told_where_they_are(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("checkpoint", "inspect", str(root.parent)) == 2
+    assert f"{root.parent} holds no checkpoint itself, but {root} does; give that" in capsys.readouterr().err
+
+
 def test_help_teaches_both_actions(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("checkpoint", "--help") == 0
     out = capsys.readouterr().out
     assert "inspect" in out
     assert "export outputs/run/checkpoints --output my_model --dtype bfloat16" in out
     assert run("checkpoint", "export", "--help") == 0
-    assert "--dtype DTYPE" in capsys.readouterr().out
+    assert "DTYPE" in capsys.readouterr().out
     assert run("checkpoint") == 2
     assert run("checkpoint", "burn") == 2

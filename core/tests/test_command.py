@@ -11,6 +11,8 @@ import pytest
 from core.tests.fake_distributions import write_distribution
 from verl_engine import __version__
 from verl_engine.command.app import main
+from verl_engine.command.own_commands import OWN_COMMANDS
+from verl_engine.contract.kinds import COMMAND
 from verl_engine.contract.names import BACKENDS_GROUP, COMMANDS_GROUP
 from verl_engine.host.install_hints import pip_install
 
@@ -30,6 +32,8 @@ def greet(name: Annotated[str, typer.Argument(help="Who is greeted.")], loud: bo
         raise KeyboardInterrupt
     if name == "exit":
         raise typer.Exit(7)
+    if name in {"seven", "truth"}:
+        return 7 if name == "seven" else True
     print(f"hello {name}" + "!" * loud)
 
 app = typer.Typer()
@@ -150,6 +154,92 @@ def test_debug_shows_the_traceback_with_its_cause(
     assert ("KeyError: 'somebody'" in text) is is_shown
 
 
+@pytest.mark.fault(30)
+@pytest.mark.usefixtures("greeter")
+@pytest.mark.parametrize(("name", "code"), [("seven", 7), ("truth", 0)])
+def test_a_whole_number_that_a_command_returns_is_the_exit_status(name: str, code: int) -> None:
+    assert run("greet", name) == code
+    assert run("many", "greet", name) == code
+
+
+@pytest.mark.fault(30)
+def test_a_plugin_named_like_a_core_command_is_never_run_nor_shown_as_one(
+    site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_distribution(site, "pirate", {COMMANDS_GROUP: {"plugins": "pirate:run"}}, modules={"pirate": "1 / 0"})
+    assert run("--help") == 0
+    assert "pirate" not in capsys.readouterr().out
+    assert run("plugins", "--kind", "command", "--json") == 0
+    row = next(row for row in json.loads(capsys.readouterr().out) if row["distribution"] == "pirate")
+    assert row["status"] == "name taken by verl-engine-core itself, which never loads this one"
+
+
+def test_names_that_no_plugin_can_have_are_those_of_the_core() -> None:
+    assert COMMAND.reserved == OWN_COMMANDS.keys()
+
+
+def every_help() -> dict[str, str]:
+    """What ``-h`` prints of each command, in one process of its own."""
+    script = """
+import contextlib, io, json, sys
+from verl_engine.command.app import main
+texts = {}
+for words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+        main([*words.split(), "-h"])
+    texts[words] = out.getvalue()
+print(json.dumps(texts))
+"""
+    commands = [*OWN_COMMANDS, "checkpoint inspect", "checkpoint export", "greet", "many", "many other", "c", ""]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "COLUMNS": "100"}
+    done = subprocess.run(
+        [sys.executable, "-c", script, json.dumps(commands)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    texts: dict[str, str] = json.loads(done.stdout)
+    return texts
+
+
+@pytest.mark.fault(33)
+def test_every_command_has_a_short_help_option_and_the_same_look(greeter: Path) -> None:
+    write_distribution(greeter, "clicker", {COMMANDS_GROUP: {"c": "greet_click:greet"}}, modules={"greet_click": CLICK})
+    for words, text in every_help().items():
+        assert "Usage: " + f"verl-engine {words}".strip() in " ".join(text.split()), words
+        assert "bool" not in text, words
+        assert "completion" not in text or not words, words
+        if words != "c":  # click's own look
+            assert "╭─ Options ─" in text, words
+
+
+@pytest.mark.fault(33)
+def test_a_shell_completes_commands_and_options(site: Path, greeter: Path) -> None:
+    write_distribution(site, "broken", {COMMANDS_GROUP: {"grease": "no_such_module"}})
+
+    def complete(line: str) -> list[str]:
+        words = {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" ")), "_VERL_ENGINE_COMPLETE": "complete_bash"}
+        environment = {**os.environ, **words, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        script = "from verl_engine.command.app import main; main([])"
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+        )
+        return done.stdout.split()
+
+    assert greeter == site
+    assert complete("verl-engine gre") == ["greet"]
+    assert complete("verl-engine doctor --b") == ["--backend"]
+    assert complete("verl-engine checkpoint i") == ["inspect"]
+
+
+@pytest.mark.fault(33)
+def test_completion_is_shown_for_a_shell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    assert run("--show-completion", "bash") == 0
+    assert "complete -o default -F _verl_engine_completion verl-engine" in capsys.readouterr().out
+
+
 @pytest.mark.usefixtures("greeter")
 def test_a_bug_keeps_its_traceback() -> None:
     with pytest.raises(RuntimeError, match="a bug"):
@@ -245,7 +335,7 @@ def test_backends_as_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 def test_without_backends_a_first_one_is_recommended(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("verl_engine.command.plugins.list_plugins", lambda _: [])
+    monkeypatch.setattr("verl_engine.command.listing.list_plugins", lambda _: [])
     assert run("backends") == 0
     assert pip_install("verl-fsdp") in capsys.readouterr().out
     assert run("backends", "--json") == 0

@@ -76,7 +76,7 @@ def report(capsys: pytest.CaptureFixture[str], _no_torch: None) -> Any:
         ({}, 8, 2, "not set: each of 2 ranks starts 8 threads; export OMP_NUM_THREADS=1"),
         ({"OMP_NUM_THREADS": "4"}, 8, 2, None),
         ({"OMP_NUM_THREADS": "4"}, 8, 3, f"4 threads x 3 ranks are more than the 8 {SLOW} export OMP_NUM_THREADS=2"),
-        ({"OMP_NUM_THREADS": "1"}, 2, 3, f"1 threads x 3 ranks are more than the 2 {SLOW} export OMP_NUM_THREADS=1"),
+        ({"OMP_NUM_THREADS": "1"}, 2, 3, f"1 threads x 3 ranks are more than the 2 {SLOW} use at most 2 ranks here"),
         ({"OMP_NUM_THREADS": "0"}, 8, 1, "must be a whole number above 0"),
         ({"OMP_NUM_THREADS": "4,2"}, 8, 1, "must be a whole number above 0"),
     ],

@@ -38,6 +38,8 @@ def metrics():
 REPLACING = "from verl_engine import hookimpl\n@hookimpl\ndef engine_optimizer_step(engine):\n    return None\n"
 WRAPPING = REPLACING.replace("hookimpl\ndef", "hookimpl(wrapper=True)\ndef").replace("return None", "return (yield)")
 MISFIT = WRAPPING.replace("(engine)", "(engin)")
+SWALLOWING = WRAPPING.replace("return (yield)", "yield")
+ASYNC = "from verl_engine import hookimpl\n@hookimpl(wrapper=True)\nasync def engine_create(): yield\n"
 FAILING = "class Observer:\n    def __init__(self):\n        raise RuntimeError('no')\n"
 WRONG_FIGURES = f"{COUNTING}\ndef metrics():\n    return 5\n"
 CONFIG = EngineConfig(backend="toy", learning_rate=0.1)
@@ -49,6 +51,7 @@ def toy(site: Path) -> Path:
         site, "toy-engine", {BACKENDS_GROUP: {"toy": "toy_hooks"}}, modules={"toy_hooks": HOOKS.format(name="toy")}
     )
     observers = {"counting": "obs_counting", "replacing": "obs_replacing", "misfit": "obs_misfit"}
+    observers |= {"swallowing": "obs_swallowing", "passing": "obs_passing", "async": "obs_async"}
     observers |= {"failing": "obs_failing:Observer", "empty": "obs_empty", "wrong_figures": "obs_wrong_figures"}
     modules = {
         "obs_counting": COUNTING,
@@ -56,6 +59,9 @@ def toy(site: Path) -> Path:
         "obs_misfit": MISFIT,
         "obs_failing": FAILING,
         "obs_empty": "",
+        "obs_swallowing": SWALLOWING,
+        "obs_passing": WRAPPING,
+        "obs_async": ASYNC,
         "obs_wrong_figures": WRONG_FIGURES,
     }
     write_distribution(site, "toy-observers", {OBSERVERS_GROUP: observers}, version="2.0", modules=modules)
@@ -103,12 +109,48 @@ def test_each_host_has_an_observer_of_its_own_and_the_last_named_is_outermost() 
         ("replacing", r"observer 'replacing' of toy-observers 2\.0 would answer engine_optimizer_step in the back"),
         ("misfit", r"observer 'misfit' of toy-observers 2\.0: a hook does not fit its hookspec: .*engin"),
         ("failing", r"observer 'failing' of toy-observers 2\.0: obs_failing:Observer\(\) failed: RuntimeError: no"),
+        ("async", r"observer 'async' of toy-observers 2\.0: a hook does not fit its hookspec: .*not a generator fun"),
         ("empty", r"observer 'empty' of toy-observers 2\.0 wraps no hook; mark its functions with @hookimpl\(wrapper"),
     ],
 )
 def test_what_is_no_observer_is_refused(name: str, message: str) -> None:
     with pytest.raises(HookError, match=message):
         BackendHost.load("toy", observers=(name,))
+
+
+@pytest.mark.fault(30)
+@pytest.mark.usefixtures("toy")
+@pytest.mark.parametrize("others", [("swallowing",), ("passing", "swallowing"), ("swallowing", "timing", "passing")])
+def test_an_observer_that_swallows_a_result_is_named_and_not_the_backend(others: tuple[str, ...]) -> None:
+    host = BackendHost.load("toy", observers=others)
+    engine = host.create(CONFIG, Path("model"), "actor")
+    with pytest.raises(
+        HookError,
+        match=r"^observer 'swallowing' of toy-observers 2\.0 returned None from its wrapper of engine_opt",
+    ):
+        host.optimizer_step(engine)
+
+
+@pytest.mark.fault(30)
+@pytest.mark.parametrize("observers", [{}, {"timing": Timing()}])
+def test_a_backend_that_returns_nothing_is_guilty_itself(observers: dict[str, object]) -> None:
+    module = _module()
+    module.engine_optimizer_step.__code__ = (lambda engine: None).__code__  # noqa: ARG005 - the hook's argument
+    host = BackendHost.from_module(module, observers=observers)
+    with pytest.raises(HookError, match=r"^engine_optimizer_step of backend 'toy' returned None; it must return an"):
+        host.optimizer_step([])  # type: ignore[arg-type] # the toy's engine is a list
+
+
+@pytest.mark.fault(30)
+def test_hooks_are_called_without_await() -> None:
+    text = HOOKS.format(name="toy")
+    asynchronous = _module(text.replace("def engine_gradient_sync", "async def engine_gradient_sync"))
+    with pytest.raises(HookError, match="engine_gradient_sync is `async def`, and hooks are called without await"):
+        BackendHost.from_module(asynchronous)
+    wrapped = "async def sync(): ...\n" + text.replace("return nullcontext()", "return sync()")
+    host = BackendHost.from_module(_module(wrapped))
+    with pytest.raises(HookError, match="engine_gradient_sync of backend 'toy' returned a coroutine: hooks are not"):
+        host.gradient_sync([], is_last_micro_batch=True)  # type: ignore[arg-type] # as above
 
 
 @pytest.mark.usefixtures("toy")
@@ -172,9 +214,9 @@ def test_timing_lets_exceptions_through_and_leaves_the_context() -> None:
     assert host.metrics()["timing/engine_gradient_sync_s"] > 0
 
 
-def _module() -> Any:
+def _module(text: str = HOOKS.format(name="toy")) -> Any:
     from types import ModuleType
 
     module = ModuleType("toy_hooks")
-    exec(HOOKS.format(name="toy"), vars(module))  # noqa: S102 - the fake backend's own text
+    exec(text, vars(module))  # noqa: S102 - the fake backend's own text
     return module

@@ -1,18 +1,16 @@
-"""The front door of ``verl-engine``: finds the subcommand, runs it, and turns errors into messages.
+"""The front door of ``verl-engine``: runs the command, turns errors into messages, and ends with its exit status.
 
-It is plain argparse, not typer, and prints help with rich: importing typer takes 50 ms of the 80 ms that
-`verl-engine backends` may take, argparse takes 8 ms. Subcommands of plugins are typer functions all the same.
+Importing typer takes more time than listing all plugins does, and scripts ask for that list: so the one line that
+prints it as JSON goes without.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from verl_engine import __version__
 from verl_engine.command.streams import flush_streams, open_closed_streams
 from verl_engine.contract.errors import EngineError
 
@@ -20,15 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PROGRAM = "verl-engine"
-OWN_COMMANDS = {
-    "backends": "plugins",
-    "check": "check",
-    "checkpoint": "checkpoint",
-    "doctor": "doctor.command",
-    "new-backend": "new_backend",
-    "plugins": "plugins",
-}
-"""Module in this package for each subcommand of the core; it has ``run(arguments, program) -> exit code``."""
 USER_ERROR = 2
 BROKEN_PIPE = 141
 INTERRUPTED = 130
@@ -46,10 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     words = sys.argv[1:] if arguments is None else list(arguments)
     # Options in front of the subcommand are ours, all that follows is the subcommand's.
     split = next((index for index, word in enumerate(words) if not word.startswith("-")), len(words))
-    options = _parse(words[:split])
-    wants_traceback = options.debug or os.environ.get("VERL_ENGINE_DEBUG", "") not in {"", "0"}
+    wants_traceback = "--debug" in words[:split] or os.environ.get("VERL_ENGINE_DEBUG", "") not in {"", "0"}
     try:
-        code = _dispatch(options, words[split:])
+        code = _run(words)
     except EngineError as error:
         _print_error(error, wants_traceback)
         code = USER_ERROR
@@ -68,34 +56,21 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
-def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        PROGRAM, usage=f"{PROGRAM} [--debug] COMMAND [ARGUMENTS]", add_help=False, allow_abbrev=False
-    )
-    parser.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("-V", "--version", action="store_true")
-    parser.add_argument("--debug", action="store_true")
-    return parser.parse_args(words)
+def _run(words: list[str]) -> int:
+    if words in (["plugins", "--json"], ["backends", "--json"]):
+        from verl_engine.command.listing import print_json  # only what is called is imported
 
-
-def _dispatch(options: argparse.Namespace, words: Sequence[str]) -> int:
-    if options.version:
-        sys.stdout.write(f"{PROGRAM} {__version__}\n")
+        print_json("backend" if words[0] == "backends" else None)
         return 0
-    if options.help or not words:
-        from verl_engine.command.overview import print_overview  # rich is slow to import
+    from verl_engine.command.commands import root_command  # as above
 
-        print_overview()
-        return 0 if options.help else USER_ERROR
-    module = OWN_COMMANDS.get(words[0])
-    if module is not None:
-        import importlib  # only what is called is imported
-
-        command = importlib.import_module(f"verl_engine.command.{module}")
-        return int(command.run(words[1:], f"{PROGRAM} {words[0]}"))
-    from verl_engine.command.contributed import run_contributed  # only what is called is imported
-
-    return run_contributed(words[0], words[1:], PROGRAM)
+    try:
+        root_command().main(args=words, prog_name=PROGRAM)
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise
+        return end.code or 0
+    return 0
 
 
 _TOLD_IN_FULL: Final = {"pydantic_core", "omegaconf", "yaml"}

@@ -1,76 +1,73 @@
 """``verl-engine check``: the kit of its kind on an installed plugin, most often a backend."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
 
 from verl_engine.command.doctor.plugins import how_to_get
-from verl_engine.command.parser import command_parser
 from verl_engine.contract.config_file import read_overrides
 from verl_engine.contract.errors import ConfigError, PluginImportError, UnsupportedError
+from verl_engine.contract.kinds import KindSpec
 from verl_engine.host.install_hints import pip_install
 from verl_engine.host.kinds import all_kinds, find_kind
 from verl_engine.host.loading import find_plugin
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
-
-    from verl_engine.contract.kinds import KindSpec
-    from verl_engine.testing.kits import Kit
-
-DESCRIPTION = """\
-Prove an installed engine backend right: gradients, optimizer, snapshots, checkpoints and more, on tiny
-models, against plain transformers. Its source is not needed. Takes about a minute on a laptop.
-
-What the backend declares it cannot do is skipped with its reason; what it cannot do without saying so
-fails. The exit code is 0 only if nothing failed."""
-
-EXAMPLES = """\
-examples:
-  verl-engine check fsdp2
-  verl-engine check fsdp2 --ranks 1 --only snapshots
-  verl-engine check mine fused=true --json | jq .failed
-
-docs/reference/conformance.md says what each check proves."""
+from verl_engine.testing.kits import Kit
 
 NEEDED = ("torch", "numpy", "transformers")
 
 
-def run(arguments: Sequence[str], program: str) -> int:
-    """Run the checks and print a table, or one JSON object.
+def check(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The plugin, as `verl-engine plugins` lists it.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="FIELD=VALUE", help="Fields of its section, for every check.", show_default=False),
+    ] = None,
+    kind: Annotated[str, typer.Option(metavar="KIND", help="Of plugin; `verl-engine plugins` lists them.")] = "backend",
+    ranks: Annotated[int, typer.Option(metavar="N", help="How many ranks, where a check wants several.")] = 2,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CHECK", help="Only checks whose name starts so; may be repeated.", show_default=False),
+    ] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="For each step of a check.")] = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> int:
+    """Prove an installed plugin right by the kit of its kind; its source is not needed.
 
-    Args:
-        arguments: those after ``check``.
-        program: for usage lines.
-    Returns:
-        0 if nothing failed, else 1.
-    Raises:
-        PluginError: no such plugin, or what the kit needs is not installed.
-        UnsupportedError: its kind has no kit.
-        ConfigError: an argument does not fit.
+    For an engine backend that is gradients, optimizer, snapshots, checkpoints and more, on tiny models, against plain
+    transformers, in about a minute on a laptop. What the plugin declares it cannot do is skipped with its reason; what
+    it cannot do without saying so fails. The exit status is 0 only if nothing failed.
+
+    **Examples**
+
+    `verl-engine check fsdp2`
+
+    `verl-engine check fsdp2 --ranks 1 --only snapshots`
+
+    `verl-engine check mine fused=true --json | jq .failed`
+
+    docs/reference/conformance.md says what each check proves.
     """
-    options = _parse(arguments, program)
-    settings = read_overrides(options.settings)
-    kind = find_kind(options.kind, "--kind")
-    kit_class, checks = _load_kit(kind, options.only)
-    _require_modules(kind, options.name)
+    section = read_overrides(settings or ())
+    found = find_kind(kind, "--kind")
+    kit_class, checks = _load_kit(found, only)
+    _require_modules(found, name)
     start = time.monotonic()
     with contextlib.redirect_stdout(sys.stderr):  # what a plugin prints when it is loaded would spoil the JSON
-        kit = kit_class(options.name, settings, ranks=options.ranks, timeout_s=options.timeout)
+        kit = kit_class(name, section, ranks=ranks, timeout_s=timeout)
         with contextlib.closing(kit):
-            outcomes = _run_all(kit, checks, is_quiet=options.json)
+            outcomes = _run_all(kit, checks, is_quiet=as_json)
     seconds = time.monotonic() - start
-    if options.json:
-        _print_json(kind.name, options.name, kit, outcomes, seconds)
+    if as_json:
+        _print_json(kind, name, kit, outcomes, seconds)
     else:
         from verl_engine.command.check_report import print_summary  # rich is slow to import
 
-        print_summary(f"{options.name} ({kit.version}), {options.ranks} ranks", outcomes, seconds)
+        print_summary(f"{name} ({kit.version}), {ranks} ranks", outcomes, seconds)
     return 1 if any(outcome.status == "failed" for outcome in outcomes) else 0
 
 
@@ -106,27 +103,6 @@ def _require_modules(kind: KindSpec, name: str) -> None:
             f"{kind.title} {name} needs the module {', '.join(entry.missing_modules)}, which cannot be found and is on "
             f"no package index; install it with: {how_to_get(entry) or entry.fix}"
         )
-
-
-def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
-    parser = command_parser(program, DESCRIPTION, EXAMPLES)
-    parser.add_argument("name", metavar="NAME", help="the plugin, as `verl-engine plugins` lists it")
-    parser.add_argument("--kind", metavar="KIND", default="backend", help="of plugin (default %(default)s)")
-    parser.add_argument(
-        "settings", metavar="FIELD=VALUE", nargs="*", default=[], help="fields of the engine section, for every engine"
-    )  # a default, lest argparse call them required
-    parser.add_argument(
-        "--ranks", type=int, default=2, metavar="N", help="how many ranks, where a check wants several (default 2)"
-    )
-    parser.add_argument(
-        "--only", action="append", metavar="CHECK", help="only checks whose name starts so; may be repeated"
-    )
-    parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="SECONDS", help="for each step of a check (default 60)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    # Settings may stand before and after options.
-    return parser.parse_intermixed_args(arguments)
 
 
 def _chosen(every: Sequence[Any], prefixes: list[str] | None) -> list[Any]:

@@ -1,138 +1,99 @@
 """``verl-engine checkpoint``: what checkpoints there are, and one as a Hugging Face folder."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
-from verl_engine.command.parser import command_parser
+import typer
+
 from verl_engine.contract.errors import ConfigError, PluginImportError, WeightsError
 from verl_engine.engine.checkpoints.folders import MANIFEST, folder_bytes, step_folder, whole_steps
 from verl_engine.engine.checkpoints.manifest import CheckpointManifest
 
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
-
-DESCRIPTION = """\
-Look at checkpoints, and make a Hugging Face folder of one.
-
-  inspect   what is in a folder of checkpoints, or in one of them, and whether it is what was saved
-  export    config, tokenizer and weights of one, for transformers and rollout engines"""
-
-EXAMPLES = """\
-examples:
-  verl-engine checkpoint inspect outputs/run/checkpoints
-  verl-engine checkpoint export outputs/run/checkpoints --output my_model --dtype bfloat16
-
-`verl-engine checkpoint inspect --help` and `... export --help` say more."""
-
-INSPECT = """\
-Show each whole checkpoint of a folder: step, age, size, ranks, engine and what can be resumed from it.
-Of a single one show all that it says of itself. Every file is read and compared with its checksum, at the
-disk's speed; --quick leaves that out. No torch is imported. The exit code is 1 if one of them is damaged."""
-
-INSPECT_EXAMPLES = """\
-examples:
-  verl-engine checkpoint inspect outputs/run/checkpoints                  a table, oldest first
-  verl-engine checkpoint inspect outputs/run/checkpoints/step-00000200    one of them
-  verl-engine checkpoint inspect outputs/run/checkpoints --json | jq '.[-1].step'"""
-
-EXPORT = """\
-Write the weights of a checkpoint as a Hugging Face folder, which appears when it is whole.
-
-Adapters (LoRA) are merged in, tied weights are written once, experts one by one, as other tools read them.
-It takes the memory of 2 GiB of weights (4 with experts), whatever the size of the model, and no accelerator."""
-
-EXPORT_EXAMPLES = """\
-examples:
-  verl-engine checkpoint export outputs/run/checkpoints --output my_model                      the newest
-  verl-engine checkpoint export outputs/run/checkpoints/step-00000200 --output my_model --dtype bfloat16"""
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help="Look at checkpoints, and make a Hugging Face folder of one.",
+)
 
 
-def run(arguments: Sequence[str], program: str) -> int:
-    """Inspect or export.
+@app.command()
+def inspect(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Of checkpoints, or one of them.")],
+    quick: Annotated[bool, typer.Option("--quick", help="Only see that all files are there.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON: a list, or one object with all weights.")
+    ] = False,
+) -> int:
+    """Show each whole checkpoint of a folder: step, age, size, ranks, engine and what can be resumed from it.
 
-    Args:
-        arguments: those after ``checkpoint``.
-        program: for usage lines.
-    Returns:
-        The exit code.
-    Raises:
-        WeightsError: there is no whole checkpoint, or it cannot be read.
-        ConfigError: an argument does not fit.
-        PluginImportError: what an export needs is not installed.
+    Of a single one show all that it says of itself. Every file is read and compared with its checksum, at the disk's
+    speed. No torch is imported. The exit status is 1 if one of them is damaged.
+
+    **Examples**
+
+    `verl-engine checkpoint inspect outputs/run/checkpoints`
+
+    `verl-engine checkpoint inspect outputs/run/checkpoints/step-00000200`
+
+    `verl-engine checkpoint inspect outputs/run/checkpoints --json | jq '.[-1].step'`
     """
-    actions = {"inspect": _inspect, "export": _export}
-    if arguments and arguments[0] in actions:
-        return actions[arguments[0]](arguments[1:], f"{program} {arguments[0]}")
-    parser = command_parser(program, DESCRIPTION, EXAMPLES)
-    parser.add_argument("action", choices=list(actions), metavar="{inspect,export}", help="what to do")
-    parser.parse_args(arguments)  # prints help, or what is wrong
-    return 0
-
-
-def _inspect(arguments: Sequence[str], program: str) -> int:
-    parser = command_parser(program, INSPECT, INSPECT_EXAMPLES)
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="of checkpoints, or one of them")
-    parser.add_argument("--quick", action="store_true", help="compare no content: only see that all files are there")
-    parser.add_argument("--json", action="store_true", help="print JSON: a list, or one object with all weights")
-    options = parser.parse_args(arguments)
-    if (options.folder / MANIFEST).is_file():
-        manifest = _checked(options.folder, options)
-        if options.json:
+    if (folder / MANIFEST).is_file():
+        manifest = _checked(folder, quick)
+        if as_json:
             weights = manifest.model_dump(mode="json", include={"weights"})
-            _print_json({**_figures(options.folder, manifest), **weights})
+            _print_json({**_figures(folder, manifest), **weights})
         else:
-            compared = "not compared" if options.quick else "all right"
-            _print_one(options.folder, manifest, f"of {len(manifest.files)} files, {compared}")
+            compared = "not compared" if quick else "all right"
+            _print_one(folder, manifest, f"of {len(manifest.files)} files, {compared}")
         return 0
-    folders = [step_folder(options.folder, step) for step in whole_steps(options.folder)]
-    if not folders:
-        raise WeightsError(
-            f"{options.folder} holds no whole checkpoint; give a folder that CheckpointStore saves them in, or one "
-            "step-NUMBER of it"
-        )
-    rows = [(folder, *_read(folder, options)) for folder in folders]
-    if options.json:
+    folders = [step_folder(folder, step) for step in _steps(folder)]
+    rows = [(each, *_read(each, quick)) for each in folders]
+    if as_json:
         _print_json(
             [
-                {"path": str(folder), "error": problem} if manifest is None else _figures(folder, manifest)
-                for folder, manifest, problem in rows
+                {"path": str(each), "error": problem} if manifest is None else _figures(each, manifest)
+                for each, manifest, problem in rows
             ]
         )
     else:
-        _print_table(options.folder, rows)
+        _print_table(folder, rows)
     return 1 if any(problem for _, _, problem in rows) else 0
 
 
-def _export(arguments: Sequence[str], program: str) -> int:
-    parser = command_parser(program, EXPORT, EXPORT_EXAMPLES)
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="a checkpoint, or a folder of them: the newest")
-    parser.add_argument("--output", metavar="HF_FOLDER", type=Path, required=True, help="what to write; must not exist")
-    parser.add_argument("--dtype", metavar="DTYPE", help="float32, bfloat16, float16; by default as in the checkpoint")
-    parser.add_argument(
-        "--model", metavar="MODEL_FOLDER", type=Path, help="config and tokenizer from here, not from the checkpoint"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object when it is done")
-    options = parser.parse_args(arguments)
-    folder = options.folder
-    if not (folder / MANIFEST).is_file():
-        steps = whole_steps(folder)
-        if not steps:
-            raise WeightsError(f"{folder} is no checkpoint, and holds no whole one")
-        folder = step_folder(folder, steps[-1])
-    if options.model is not None and not options.model.is_dir():
-        raise ConfigError(f"--model {options.model} is no folder")
-    return _write(folder, options)
+@app.command()
+def export(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A checkpoint, or a folder of them: the newest.")],
+    output: Annotated[Path, typer.Option(metavar="HF_FOLDER", help="What to write; must not exist.")],
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16; by default as in the checkpoint."),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="MODEL_FOLDER", help="Config and tokenizer from here, not from the checkpoint."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object when it is done.")] = False,
+) -> None:
+    """Write the weights of a checkpoint as a Hugging Face folder, which appears when it is whole.
 
+    Adapters (LoRA) are merged in, tied weights are written once, experts one by one, as other tools read them. It takes
+    the memory of 2 GiB of weights (4 with experts), whatever the size of the model, and no accelerator.
 
-def _write(folder: Path, options: argparse.Namespace) -> int:
+    **Examples**
+
+    `verl-engine checkpoint export outputs/run/checkpoints --output my_model`
+
+    `verl-engine checkpoint export outputs/run/checkpoints/step-00000200 --output my_model --dtype bfloat16`
+    """
+    source = folder if (folder / MANIFEST).is_file() else step_folder(folder, _steps(folder)[-1])
+    if model is not None and not model.is_dir():
+        raise ConfigError(f"--model {model} is no folder")
     try:
         from verl_engine.engine.checkpoints.export import export_checkpoint  # imports torch
     except ImportError as error:
@@ -141,23 +102,47 @@ def _write(folder: Path, options: argparse.Namespace) -> int:
     def tell(number: int, total: int) -> None:
         sys.stderr.write(f"writing weights, file {number} of {total}\n")
 
-    done = export_checkpoint(folder, options.output, dtype=options.dtype, model_folder=options.model, on_shard=tell)
-    if options.json:
-        _print_json({**dataclasses.asdict(done), "folder": str(done.folder), "checkpoint": str(folder)})
+    done = export_checkpoint(source, output, dtype=dtype, model_folder=model, on_shard=tell)
+    if as_json:
+        _print_json({**dataclasses.asdict(done), "folder": str(done.folder), "checkpoint": str(source)})
     else:
-        sys.stdout.write(f"{done.num_weights} weights, {_size(done.num_bytes)}, of {folder} are in {done.folder}\n")
-    return 0
+        sys.stdout.write(f"{done.num_weights} weights, {_size(done.num_bytes)}, of {source} are in {done.folder}\n")
 
 
-def _checked(folder: Path, options: argparse.Namespace) -> CheckpointManifest:
+def _steps(folder: Path) -> list[int]:
+    """Return the steps of the whole checkpoints in a folder.
+
+    Raises:
+        WeightsError: there is none; says what is there instead.
+    """
+    if not folder.is_dir():
+        raise WeightsError(
+            f"{folder} {'is a file' if folder.exists() else 'does not exist'}; give a folder of checkpoints"
+        )
+    steps = whole_steps(folder)
+    if steps:
+        return steps
+    inside = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    for name in inside:
+        if whole_steps(folder / name):
+            raise WeightsError(f"{folder} holds no checkpoint itself, but {folder / name} does; give that")
+    about = "has no folder in it" if not inside else f"has the folders {', '.join(inside[:5])}, none of which holds one"
+    if "model" in inside:
+        about = f"is a job's folder, with the trained model in {folder / 'model'}, and holds no checkpoint"
+    raise WeightsError(
+        f"{folder} {about}; give a folder that CheckpointStore saves in, or one step-NUMBER of it that is whole"
+    )
+
+
+def _checked(folder: Path, is_quick: bool) -> CheckpointManifest:
     manifest = CheckpointManifest.read(folder)
-    manifest.require_intact(folder, num_threads=os.cpu_count() or 1, is_quick=options.quick)
+    manifest.require_intact(folder, num_threads=os.cpu_count() or 1, is_quick=is_quick)
     return manifest
 
 
-def _read(folder: Path, options: argparse.Namespace) -> tuple[CheckpointManifest | None, str]:
+def _read(folder: Path, is_quick: bool) -> tuple[CheckpointManifest | None, str]:
     try:
-        return _checked(folder, options), ""
+        return _checked(folder, is_quick), ""
     except WeightsError as error:
         return None, str(error)
 

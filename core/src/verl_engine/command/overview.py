@@ -9,21 +9,16 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from verl_engine.command.own_commands import OWN_COMMANDS
 from verl_engine.contract.kinds import BACKEND, COMMAND
 from verl_engine.host.catalog import list_plugins
 from verl_engine.host.install_hints import pip_install
 
-OWN_COMMANDS = {
-    "check": "Prove a backend right with the conformance kit.",
-    "checkpoint": "List checkpoints, and make a Hugging Face folder of one.",
-    "doctor": "Say what is wrong on this machine, and the command that fixes it.",
-    "new-backend": "Write an engine of your own: a complete package to start from.",
-    "plugins, backends": "List what is installed of each kind, or the engine backends alone, and what it lacks.",
-}
 OPTIONS = {
     "--help, -h": "Show this.",
     "--version, -V": "Show the version of verl-engine-core.",
     "--debug": "Show the whole traceback of an error; so does VERL_ENGINE_DEBUG=1.",
+    "--install-completion": "Have your shell complete commands and options; --show-completion prints how.",
 }
 
 
@@ -54,8 +49,8 @@ def _table(rows: dict[str, str]) -> Table:
 
 
 def _commands() -> Table:
-    rows = dict(OWN_COMMANDS)
-    entries = [entry for entry in list_plugins(COMMAND) if entry.name not in COMMAND.reserved]
+    rows = {name: about for name, (_, about) in OWN_COMMANDS.items()}
+    entries = [entry for entry in list_plugins(COMMAND) if entry.name not in OWN_COMMANDS]
     for distribution in dict.fromkeys(entry.distribution for entry in entries):
         own = [entry for entry in entries if entry.distribution == distribution]
         about = f"{own[0].summary} ({distribution} {own[0].version})".strip()

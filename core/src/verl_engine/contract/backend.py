@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
+from verl_engine.contract.errors import UnsupportedError
 from verl_engine.contract.markers import PLUGIN_API_VERSION
 
 if TYPE_CHECKING:
@@ -100,6 +101,18 @@ class BackendSpec:
 
     needs: tuple[NeededModule, ...] = ()
     """Modules that are on no package index; ``verl-engine doctor`` tells how to get those that are missing."""
+
+    def require(self, feature: str) -> None:
+        """Refuse what the backend says it cannot do.
+
+        Args:
+            feature: one of `FEATURES`.
+        Raises:
+            UnsupportedError: the backend declares the gap; gives its reason.
+        """
+        reason = self.capabilities.gaps.get(feature)
+        if reason is not None:
+            raise UnsupportedError(f"engine.backend={self.name} cannot do {feature!r}: {reason}")
 
     def declared_patches(self, config: EngineConfig) -> tuple[DeclaredPatch, ...]:
         """Say what preparation replaces under this config."""

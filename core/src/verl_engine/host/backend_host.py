@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING
 
-from verl_engine.contract.errors import HookError, UnsupportedError
+from verl_engine.contract.errors import HookError
 from verl_engine.contract.kinds import BACKEND
 from verl_engine.host.backend_spec import check_backend_spec, declared_patches
 from verl_engine.host.direct_call import positional_call
 from verl_engine.host.loading import find_plugin, load_entry
 from verl_engine.host.observers import Observer, collect_metrics, load_observer
 from verl_engine.host.registration import new_manager, register_backend, register_observer
+from verl_engine.host.result_watch import ResultWatch
 from verl_engine.host.rollback import forgetting_on_failure
 from verl_engine.host.spec_check import checked_spec
 from verl_engine.patching.first_import import owned_by
@@ -50,7 +52,9 @@ class BackendHost:
         record_imports(spec.must_precede)
         manager = new_manager()
         register_backend(manager, backend, spec, label)
+        self._watches: list[ResultWatch] = []
         for observer in observers:
+            self._watches.append(ResultWatch(manager))
             register_observer(manager, observer)
         self._prepare_process = manager.hook.engine_prepare_process
         self._create = manager.hook.engine_create
@@ -130,50 +134,39 @@ class BackendHost:
         """
         preparation = require_preparation(self._backend, self.label, self.spec)
         with owned_by(self.label):
-            engine: Engine | None = self._create(config=config, model_folder=model_folder, role=role)
+            engine: Engine = self._create(config=config, model_folder=model_folder, role=role)
         if preparation is not None:
             preparation.check()
-        if engine is None:
-            raise self._no_result("engine_create", "an Engine")
+        self._require_result("engine_create", engine, "an Engine")
         return engine
 
     def gradient_sync(self, engine: Engine, is_last_micro_batch: bool) -> AbstractContextManager[None]:
         """Enclose the forward and backward of one micro-batch."""
-        context: AbstractContextManager[None] | None = self._gradient_sync(engine, is_last_micro_batch)
-        if context is None:
-            raise self._no_result("engine_gradient_sync", "a context manager")
+        context: AbstractContextManager[None] = self._gradient_sync(engine, is_last_micro_batch)
+        if not hasattr(context, "__exit__"):
+            self._require_result("engine_gradient_sync", context, "a context manager", is_right=False)
         return context
 
     def optimizer_step(self, engine: Engine) -> OptimizerStep:
         """Clip, step and zero the gradient; every rank calls it."""
-        step: OptimizerStep | None = self._optimizer_step(engine)
-        if step is None:
-            raise self._no_result("engine_optimizer_step", "an OptimizerStep")
+        step: OptimizerStep = self._optimizer_step(engine)
+        self._require_result("engine_optimizer_step", step, "an OptimizerStep")
         return step
 
     def copy_weights_to_cpu(self, engine: Engine, snapshot: WeightSnapshot) -> WeightSnapshot:
         """Fill a snapshot with this rank's weights; every rank calls it."""
-        filled: WeightSnapshot | None = self._copy_weights_to_cpu(engine=engine, snapshot=snapshot)
-        if filled is None:
-            raise self._no_result("engine_copy_weights_to_cpu", "the snapshot")
+        filled: WeightSnapshot = self._copy_weights_to_cpu(engine=engine, snapshot=snapshot)
+        self._require_result("engine_copy_weights_to_cpu", filled, "the snapshot")
         return filled
 
     def restore_weights_from_cpu(self, engine: Engine, snapshot: WeightSnapshot) -> None:
         """Put a snapshot's weights back in force; every rank calls it."""
-        if not self._restore_weights_from_cpu(engine=engine, snapshot=snapshot):
-            raise self._no_result("engine_restore_weights_from_cpu", "True")
+        is_restored = self._restore_weights_from_cpu(engine=engine, snapshot=snapshot)
+        self._require_result("engine_restore_weights_from_cpu", is_restored or None, "True")
 
     def require(self, feature: str) -> None:
-        """Refuse what the backend says it cannot do.
-
-        Args:
-            feature: one of `FEATURES`.
-        Raises:
-            UnsupportedError: the backend declares the gap; gives its reason.
-        """
-        reason = self.spec.capabilities.gaps.get(feature)
-        if reason is not None:
-            raise UnsupportedError(f"engine.backend={self.spec.name} cannot do {feature!r}: {reason}")
+        """Refuse what the backend says it cannot do; see `BackendSpec.require`."""
+        self.spec.require(feature)
 
     def metrics(self) -> dict[str, float]:
         """Return what the observers measured since the last call, each figure under ``observer/figure``."""
@@ -186,5 +179,21 @@ class BackendHost:
         has_hook = len(self._prepare_process.get_hookimpls()) > wrappers
         return has_hook or bool(self.spec.must_precede or self.spec.patches)
 
-    def _no_result(self, hook: str, wanted: str) -> HookError:
-        return HookError(f"{hook} of backend {self.spec.name!r} returned None; it must return {wanted}")
+    def _require_result(self, hook: str, result: object, wanted: str, *, is_right: bool = True) -> None:
+        """Refuse a hook's result where there is none, or is no such thing, and say whose fault that is."""
+        is_coroutine = inspect.iscoroutine(result)
+        if is_right and result is not None and not is_coroutine:
+            return
+        label = f"backend {self.spec.name!r}"
+        if is_coroutine:
+            result.close()  # Python would warn that nobody awaited it
+            raise HookError(f"{hook} of {label} returned a coroutine: hooks are not awaited; it must return {wanted}")
+        got = "None" if result is None else f"a {type(result).__name__}"
+        outer = [*self._watches[1:], None]
+        for watch, next_watch, observer in zip(self._watches, outer, self._observers, strict=True):
+            if watch.is_there.get(hook) and not (next_watch and next_watch.is_there.get(hook)):
+                raise HookError(
+                    f"{observer.label} returned {got} from its wrapper of {hook}, in place of what {label} returned; "
+                    "an observer returns that: `return (yield)`"
+                )
+        raise HookError(f"{hook} of {label} returned {got}; it must return {wanted}")

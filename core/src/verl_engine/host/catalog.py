@@ -125,6 +125,11 @@ def list_plugins(kind: KindSpec) -> list[PluginEntry]:
     return [entry if counts[entry.name] == 1 else entry._replace(rivals=_rivals(entry, entries)) for entry in entries]
 
 
+def origin_of(kind: KindSpec, name: str) -> str:
+    """Name the distribution that offers a plugin, with its version; "" where none does."""
+    return next((entry.origin for entry in list_plugins(kind) if entry.name == name), "")
+
+
 def _rivals(entry: PluginEntry, entries: list[PluginEntry]) -> tuple[str, ...]:
     return tuple(other.distribution for other in entries if other.name == entry.name and other is not entry)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from verl_engine.contract.errors import ConfigError
 from verl_engine.contract.kinds import BACKEND
@@ -14,35 +14,67 @@ from verl_engine.host.install_hints import pip_install
 from verl_engine.host.observers import check_observers
 
 if TYPE_CHECKING:
+    from verl_engine.contract.backend import BackendSpec
     from verl_engine.contract.engine_config import EngineConfig
+    from verl_engine.contract.kinds import KindSpec
 
 
-def validate_engine_section(section: object, at: str = "engine") -> EngineConfig:
-    """Validate an engine section by the config class of the backend that it names. No torch is imported.
+class EngineSection(NamedTuple):
+    """A validated section, with its backend."""
+
+    config: EngineConfig
+    """The backend's own."""
+    spec: BackendSpec
+
+
+def load_engine_section(section: object, at: str = "engine") -> EngineSection:
+    """Load the backend that an engine section names, and validate the section by its config class. Imports no torch.
 
     Args:
         section: the mapping read from the job's file.
         at: its dotted path; for messages.
-    Returns:
-        The backend's own config.
     Raises:
         ConfigError: the section is no mapping, names no backend, or has a wrong field.
         PluginError: the backend cannot be loaded, or an observer is not installed.
     """
-    if not isinstance(section, Mapping):
-        raise ConfigError(f"{at}={section!r} must be a section with at least {_backend_line(at)}")
-    backend = section.get("backend")
-    if backend is None:
-        raise ConfigError(f"{at}.backend is missing; write {_backend_line(at)}")
-    if not isinstance(backend, str):
-        raise ConfigError(f"{at}.backend={backend!r} must be a name; write {_backend_line(at)}")
-    config = validate(BackendHost.load(backend, at=f"{at}.backend").spec.config_class, section, at=at)
+    chosen, values = chosen_plugin(BACKEND, section, at)
+    spec = BackendHost.load(chosen, at=f"{at}.backend").spec
+    config = validate(spec.config_class, values, at=at)
     check_observers(config.observers, f"{at}.observers")
-    return config
+    return EngineSection(config, spec)
 
 
-def _backend_line(at: str) -> str:
-    names = sorted({entry.name for entry in list_plugins(BACKEND)})
-    if not names:
-        return f"{at}.backend=fsdp2, after installing a backend: {pip_install('verl-fsdp')}"
-    return f"{at}.backend=NAME, where NAME is one of the installed backends: {', '.join(names)}"
+def validate_engine_section(section: object, at: str = "engine") -> EngineConfig:
+    """Return the config alone; see `load_engine_section`."""
+    return load_engine_section(section, at).config
+
+
+def chosen_plugin(kind: KindSpec, section: object, at: str) -> tuple[str, Mapping[str, object]]:
+    """Return the name of the plugin that a section chooses, and the section.
+
+    Args:
+        kind: of plugin; the last part of its `chosen_by` is the key.
+        section: the mapping read from the job's file.
+        at: its dotted path; for messages.
+    Raises:
+        ConfigError: the section is no mapping, or names no plugin.
+    """
+    key = kind.chosen_by.rpartition(".")[2]
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"{at}={section!r} must be a section with at least {_line(kind, at)}")
+    name = section.get(key)
+    if name is None:
+        raise ConfigError(f"{at}.{key} is missing; write {_line(kind, at)}")
+    if not isinstance(name, str):
+        raise ConfigError(f"{at}.{key}={name!r} must be a name; write {_line(kind, at)}")
+    return name, section
+
+
+def _line(kind: KindSpec, at: str) -> str:
+    field = f"{at}.{kind.chosen_by.rpartition('.')[2]}"
+    names = sorted({entry.name for entry in list_plugins(kind)})
+    if names:
+        return f"{field}=NAME, where NAME is one of the installed {kind.title}s: {', '.join(names)}"
+    name, distribution = next(iter(kind.known.items()), ("NAME", ""))
+    after = f", after installing it: {pip_install(distribution)}" if distribution else ""
+    return f"{field}={name}{after}"

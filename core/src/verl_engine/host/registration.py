@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -80,6 +81,10 @@ def _register(manager: pluggy.PluginManager, plugin: object, name: str, label: s
         raise HookError(f"{label}: a hook does not fit its hookspec: {error}") from error
     except ValueError as error:
         raise HookError(f"{label} is registered twice: {error}") from error
+    implementations = [implementation for _, relay in _relays(manager) for implementation in relay.get_hookimpls()]
+    if asynchronous := [each for each in implementations if inspect.iscoroutinefunction(each.function)]:
+        names = ", ".join(each.function.__name__ for each in asynchronous)
+        raise HookError(f"{label}: {names} is `async def`, and hooks are called without await; write `def`")
     try:
         manager.check_pending()
     except pluggy.PluginValidationError as error:

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from verl_engine.contract.errors import HookError, PluginApiVersionError
+from verl_engine.host.config_check import check_config_class
 from verl_engine.host.install_hints import pip_install
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def checked_spec(kind: KindSpec, module: object, name: str | None, label: str, d
     config_class: object = spec.config_class  # a stranger's: whatever its annotation says
     if not (isinstance(config_class, type) and issubclass(config_class, config_base)):
         raise HookError(f"{label}: SPEC.config_class={config_class!r} must be a subclass of {config_base.__name__}")
+    check_config_class(config_class, config_base, kind.chosen_by.rpartition(".")[2], spec.name, label)
     version: object = spec.plugin_api_version
     if not isinstance(version, int):
         raise HookError(f"{label}: SPEC.plugin_api_version={version!r} must be a whole number, such as 1")

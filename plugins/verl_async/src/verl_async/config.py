@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, model_validator
 
@@ -224,11 +224,11 @@ def _whole_engine(value: object) -> object:
 AnyEngineConfig = Annotated[SerializeAsAny[EngineConfig], BeforeValidator(_whole_engine)]
 
 
-class TrainJob(StrictModel):
-    """A fully-async RL job: ``verl-engine train``."""
+class ReadTrainJob(StrictModel):
+    """An RL job whose engine section is not checked yet, as its backend does that."""
 
     model: ModelConfig
-    engine: AnyEngineConfig
+    engine: Any = None
     data: DataConfig
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -240,7 +240,7 @@ class TrainJob(StrictModel):
     ray: RayConfig = RayConfig()
 
     @model_validator(mode="after")
-    def _check(self) -> TrainJob:
+    def _check(self) -> ReadTrainJob:
         every = self.evaluation.every_steps if self.evaluation else None
         sync_step = self.async_training.trigger_parameter_sync_step
         if every and every % sync_step:
@@ -256,12 +256,23 @@ class TrainJob(StrictModel):
         number = self.trainer.mini_batch_size * self.rollout.n
         return f"trainer.mini_batch_size * rollout.n = {number} sequences", number
 
+    @property
+    def optimizer_steps(self) -> int:
+        """How many the job makes at most."""
+        return self.trainer.num_steps * self.async_training.require_batches
 
-class SftJob(StrictModel):
-    """A supervised job: ``verl-engine sft``."""
+
+class TrainJob(ReadTrainJob):
+    """A fully-async RL job: ``verl-engine train``."""
+
+    engine: AnyEngineConfig
+
+
+class ReadSftJob(StrictModel):
+    """A supervised job whose engine section is not checked yet."""
 
     model: ModelConfig
-    engine: AnyEngineConfig
+    engine: Any = None
     data: SftDataConfig
     trainer: SftTrainerConfig
     rollout: RolloutConfig = RolloutConfig()
@@ -276,3 +287,14 @@ class SftJob(StrictModel):
     def sequences_per_step(self) -> tuple[str, int]:
         """How many sequences one optimizer step takes, and the settings that say so."""
         return f"trainer.batch_size={self.trainer.batch_size} sequences", self.trainer.batch_size
+
+    @property
+    def optimizer_steps(self) -> int:
+        """How many the job makes at most."""
+        return self.trainer.num_steps
+
+
+class SftJob(ReadSftJob):
+    """A supervised job: ``verl-engine sft``."""
+
+    engine: AnyEngineConfig

@@ -7,24 +7,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from verl_async.config import SftJob, TrainJob
+from verl_async.config import ReadSftJob, ReadTrainJob, SftJob, TrainJob
 from verl_async.data.rows import shorten
 from verl_engine.contract.config_file import literal, read_config, validate
-from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.errors import ConfigError, EngineError, UnsupportedError
 from verl_engine.contract.strict_model import StrictModel
-from verl_engine.host.backend_host import BackendHost
-from verl_engine.host.engine_section import validate_engine_section
+from verl_engine.host.engine_section import load_engine_section
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from verl_engine.contract.backend import BackendSpec
+    from verl_engine.contract.engine_config import EngineConfig
+    from verl_engine.host.engine_section import EngineSection
+
 _Job = TypeVar("_Job", TrainJob, SftJob)
 _Model = TypeVar("_Model", bound=StrictModel)
 
-# Stands in for the engine section while the others are checked, so that one run reports the faults of both.
-_PLACEHOLDER: Final = EngineConfig(backend="placeholder", learning_rate=1.0)
-# Stands in for the length of a job whose own length is at fault; above any warm-up.
+# In place of the length of a job whose own length is at fault; above any warm-up.
 _UNKNOWN_STEPS: Final = 2**62
 # Of what Linux takes, in bytes.
 _LONGEST_NAME: Final = 255
@@ -43,12 +43,12 @@ def load_train_job(recipe: Path, overrides: Sequence[str] = ()) -> TrainJob:
         ConfigError: the file or a setting is wrong; all faults found are in the one message.
         PluginError: the engine backend cannot be used.
     """
-    return _load(TrainJob, recipe, overrides)
+    return _load(TrainJob, ReadTrainJob, recipe, overrides)
 
 
 def load_sft_job(recipe: Path, overrides: Sequence[str] = ()) -> SftJob:
     """Read and check a supervised job; as `load_train_job`."""
-    return _load(SftJob, recipe, overrides)
+    return _load(SftJob, ReadSftJob, recipe, overrides)
 
 
 def resolved(job: TrainJob | SftJob) -> dict[str, Any]:
@@ -58,30 +58,32 @@ def resolved(job: TrainJob | SftJob) -> dict[str, Any]:
     return settings
 
 
-def _load(job_class: type[_Job], recipe: Path, overrides: Sequence[str]) -> _Job:
+def _load(
+    job_class: type[_Job], read_class: type[ReadTrainJob | ReadSftJob], recipe: Path, overrides: Sequence[str]
+) -> _Job:
     data = read_config(recipe, overrides)
     faults: list[EngineError] = []
-    job: _Job | None = None
+    read: ReadTrainJob | ReadSftJob | None = None
     try:
-        job = validate(job_class, {**data, "engine": _PLACEHOLDER})
+        read = validate(read_class, data)
     except ConfigError as error:
         faults.append(error)
-    engine: EngineConfig | None = None
+    engine: EngineSection | None = None
     try:
-        engine = _engine(data.get("engine"), optimizer_steps(job))
-        if job is not None:
-            _check_shares(job, engine)
-            _check_use(engine)
-            _check_features(engine, job.trainer.num_ranks)
-            _check_old_log_probs(job, engine)
+        engine = _engine(data.get("engine"), _UNKNOWN_STEPS if read is None else read.optimizer_steps)
+        if read is not None:
+            _check_shares(read, engine.config)
+            _check_use(engine.config)
+            _check_features(engine, read.trainer.num_ranks)
+            _check_old_log_probs(read, engine.spec)
     except EngineError as error:
         faults.insert(0, error)
-    if job is None or engine is None or faults:
+    if read is None or engine is None or faults:
         raise _combined(faults)
-    return _with_absolute_paths(job.model_copy(update={"engine": engine}))
+    return _with_absolute_paths(validate(job_class, {**dict(read), "engine": engine.config}))
 
 
-def _check_shares(job: TrainJob | SftJob, engine: EngineConfig) -> None:
+def _check_shares(job: ReadTrainJob | ReadSftJob, engine: EngineConfig) -> None:
     """Check that the ranks divide as the engine is to use them, and the sequences of a step over their shares."""
     num_ranks = job.trainer.num_ranks
     engine.validate_world(num_ranks)
@@ -122,47 +124,35 @@ def _check_use(engine: EngineConfig) -> None:
         raise _combined(faults)
 
 
-def _check_features(engine: EngineConfig, num_ranks: int) -> None:
+def _check_features(engine: EngineSection, num_ranks: int) -> None:
     """Refuse what the backend says it cannot do, before anything starts."""
-    host = BackendHost.load(engine.backend)
-    asked = engine.required_features()
+    asked = engine.config.required_features()
     for feature in asked if num_ranks == 1 else (*asked, "multi_rank"):
-        host.require(feature)
+        engine.spec.require(feature)
 
 
-def _check_old_log_probs(job: TrainJob | SftJob, engine: EngineConfig) -> None:
-    """Refuse a backend that cannot keep the weights of a sync aside where the job needs that."""
-    if not isinstance(job, TrainJob) or job.algorithm.old_log_probs != "recompute":
+def _check_old_log_probs(job: ReadTrainJob | ReadSftJob, spec: BackendSpec) -> None:
+    """Refuse a backend without snapshots where the job needs those of the weights at each sync."""
+    if not isinstance(job, ReadTrainJob) or job.algorithm.old_log_probs != "recompute":
         return
     sync_step = job.async_training.trigger_parameter_sync_step
     if sync_step > 1:
         try:
-            BackendHost.load(engine.backend).require("snapshots")
+            spec.require("snapshots")
         except UnsupportedError as error:
             raise UnsupportedError(
                 f"algorithm.old_log_probs=recompute with async_training.trigger_parameter_sync_step={sync_step} keeps "
-                f"the weights of each sync aside, but {error}; use rollout, or a sync step of 1"
+                f"a snapshot of the weights of each sync, but {error}; use rollout, or a sync step of 1"
             ) from error
 
 
-def _engine(section: object, total_steps: int) -> EngineConfig:
+def _engine(section: object, total_steps: int) -> EngineSection:
     """Have the backend that the section names check it."""
     if section is None:
         section = {}  # left out, or nothing below its key
     if isinstance(section, Mapping) and section.get("total_steps") is None:
         section = {**section, "total_steps": total_steps}
-    return validate_engine_section(section, at="engine")
-
-
-def optimizer_steps(job: TrainJob | SftJob | None) -> int:
-    """How many optimizer steps a job makes at most; above any warm-up where its length is at fault."""
-    match job:
-        case TrainJob():
-            return job.trainer.num_steps * job.async_training.require_batches
-        case SftJob():
-            return job.trainer.num_steps
-        case None:
-            return _UNKNOWN_STEPS
+    return load_engine_section(section, at="engine")
 
 
 def _combined(faults: Sequence[EngineError]) -> EngineError:

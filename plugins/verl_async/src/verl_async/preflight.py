@@ -14,7 +14,6 @@ from verl_async.data.prompts import COLUMNS as PROMPT_COLUMNS
 from verl_async.data.prompts import read_prompts
 from verl_async.data.reward_process import open_reward
 from verl_async.data.rows import MEDIA, list_names
-from verl_async.job import optimizer_steps
 from verl_async.machine import check_port, check_processes, check_shared_memory
 from verl_async.model_folder import check_model_folder, remark_on_vocabulary
 from verl_async.report.output_folder import OutputFolder
@@ -101,7 +100,7 @@ def _remark_on_requirements(kind: KindSpec, name: str, at: str) -> list[str]:
 
 def _remark_on_schedule(job: TrainJob | SftJob) -> list[str]:
     """A schedule that ends early is most often a config.yaml of an earlier job, run for more steps than that one."""
-    engine, steps = job.engine, optimizer_steps(job)
+    engine, steps = job.engine, job.optimizer_steps
     if engine.lr_schedule == "constant" or engine.total_steps is None or engine.total_steps >= steps:
         return []
     remark = (

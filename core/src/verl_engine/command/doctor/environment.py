@@ -80,13 +80,14 @@ def _omp_num_threads(value: str | None, situation: Situation) -> str | None:
         return f"not set: each of {situation.num_ranks} ranks starts {threads} threads; export OMP_NUM_THREADS=1"
     if not value.isdecimal() or int(value) == 0:
         return "must be a whole number above 0"
-    if int(value) * situation.num_ranks > situation.cores:
-        return (
-            f"{value} threads x {situation.num_ranks} ranks are more than the {situation.cores} cores here; ranks that "
-            "share cores slow each other down badly; export OMP_NUM_THREADS="
-            f"{max(1, situation.cores // situation.num_ranks)}"
-        )
-    return None
+    if int(value) * situation.num_ranks <= situation.cores:
+        return None
+    fitting = max(1, situation.cores // situation.num_ranks)
+    fix = f"export OMP_NUM_THREADS={fitting}" if int(value) > fitting else f"use at most {situation.cores} ranks here"
+    return (
+        f"{value} threads x {situation.num_ranks} ranks are more than the {situation.cores} cores here; ranks that "
+        f"share cores slow each other down badly; {fix}"
+    )
 
 
 def _omp_wait_policy(value: str | None, _: Situation) -> str | None:

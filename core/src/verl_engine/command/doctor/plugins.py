@@ -11,7 +11,6 @@ from verl_engine.contract.kinds import BACKEND
 from verl_engine.host.backend_host import BackendHost
 from verl_engine.host.catalog import list_plugins
 from verl_engine.host.distributions import normalize_name
-from verl_engine.host.install_hints import pip_install
 from verl_engine.host.kinds import all_kinds
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ def inspect_backend(name: str, devices: Mapping[str, list[str]]) -> list[Finding
     try:
         spec = BackendHost.load(name).spec
     except PluginError as error:
-        return [Finding("error", about, str(error), _install(name), concerns_all=False)]
+        return [Finding("error", about, str(error), concerns_all=False)]
     findings = []
     imported = sorted(heavy & sys.modules.keys())
     if imported:
@@ -95,10 +94,3 @@ def _explain_missing(entry: PluginEntry, installed: Mapping[str, Distribution]) 
         found = installed.get(normalize_name(name))
         have = f"{found.version} is installed" if found else "it is not installed"
         yield f"{entry.origin} needs {requirement}, but {have}"
-
-
-def _install(name: str) -> str | None:
-    """The command that installs a known backend which is not there."""
-    owner = BACKEND.known.get(name)
-    is_there = any(entry.name == name for entry in list_plugins(BACKEND))
-    return pip_install(owner) if owner and not is_there else None

@@ -24,7 +24,7 @@ from verl_engine.contract.strict_model import StrictModel
 from verl_engine.engine.checkpoints.digests import FileName, SavedFile, digest_text, require_intact, short_file
 from verl_engine.engine.checkpoints.folders import MANIFEST, named_step, names_in, require_whole, write_file
 from verl_engine.engine.weights.model_files import side_files
-from verl_engine.host.catalog import list_plugins
+from verl_engine.host.catalog import origin_of
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -95,7 +95,7 @@ class CheckpointManifest(StrictModel):
         return cls(
             step=step,
             backend=config.backend,
-            distribution=_distribution(config.backend),
+            distribution=origin_of(BACKEND, config.backend),
             world_size=world_size,
             contents=contents,
             weights=weights,
@@ -214,11 +214,6 @@ def copy_model_files(model_folder: Path, target: Path, names: Container[str] | N
         if names is None or name.as_posix() in names:
             (target / name).parent.mkdir(exist_ok=True)
             write_file(target / name, path.read_bytes())
-
-
-def _distribution(backend: str) -> str:
-    """Name the distribution that offers a backend, with its version."""
-    return next((entry.origin for entry in list_plugins(BACKEND) if entry.name == backend), "")
 
 
 def _digest(fields: dict[str, Any]) -> str:

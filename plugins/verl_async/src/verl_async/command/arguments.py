@@ -32,7 +32,6 @@ Overwrite: TypeAlias = Annotated[
     bool,
     typer.Option(
         "--overwrite",
-        metavar="",  # typer would print <bool>, as if a value followed
         help="Replace the results of an earlier job in DIR; other files are never deleted.",
     ),
 ]
@@ -40,7 +39,6 @@ DryRun: TypeAlias = Annotated[
     bool,
     typer.Option(
         "--dry-run",
-        metavar="",
         help="Check everything (settings, files, the reward function, ports, memory), print the job with all defaults "
         "filled in, and start nothing. Needs no GPU and no torch.",
     ),

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from verl_async.asynchrony.timeline import IdleRatios
 from verl_async.config import TrainJob
+from verl_engine.contract.kinds import BACKEND
+from verl_engine.host.catalog import origin_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,6 +49,7 @@ def build_summary(
     return {
         "status": status,
         "backend": job.engine.backend,
+        "backend_distribution": origin_of(BACKEND, job.engine.backend) or None,
         "exact_match_first": exact_match_first,
         "exact_match_last": exact_match_last,
         "reward_first": reward_first,

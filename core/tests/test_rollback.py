@@ -41,7 +41,7 @@ def write_package(site: Path, hooks: str) -> None:
     ("broken", "error"),
     [("1 / 0", PluginImportError), ("", HookError), (HOOKS.format(name="other"), HookError)],
 )
-def test_a_second_try_after_mending_meets_no_half_of_the_first(
+def test_a_second_try_after_a_fix_meets_no_half_of_the_first(
     site: Path, broken: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # both versions are written within one second

@@ -147,8 +147,10 @@ def test_help_teaches_both_actions(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("checkpoint", "--help") == 0
     out = capsys.readouterr().out
     assert "inspect" in out
-    assert "export outputs/run/checkpoints --output my_model --dtype bfloat16" in out
+    assert "export" in out
     assert run("checkpoint", "export", "--help") == 0
-    assert "DTYPE" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "export outputs/run/checkpoints --output my_model" in out
+    assert "DTYPE" in out
     assert run("checkpoint") == 2
     assert run("checkpoint", "burn") == 2

@@ -109,7 +109,7 @@ def test_each_host_has_an_observer_of_its_own_and_the_last_named_is_outermost() 
         ("replacing", r"observer 'replacing' of toy-observers 2\.0 would answer engine_optimizer_step in the back"),
         ("misfit", r"observer 'misfit' of toy-observers 2\.0: a hook does not fit its hookspec: .*engin"),
         ("failing", r"observer 'failing' of toy-observers 2\.0: obs_failing:Observer\(\) failed: RuntimeError: no"),
-        ("async", r"observer 'async' of toy-observers 2\.0: a hook does not fit its hookspec: .*not a generator fun"),
+        ("async", r"observer 'async' of toy-observers 2\.0: a hook does not fit its hookspec: Plugin 'observer as"),
         ("empty", r"observer 'empty' of toy-observers 2\.0 wraps no hook; mark its functions with @hookimpl\(wrapper"),
     ],
 )

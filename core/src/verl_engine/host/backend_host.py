@@ -181,17 +181,16 @@ class BackendHost:
 
     def _require_result(self, hook: str, result: object, wanted: str, *, is_right: bool = True) -> None:
         """Refuse a hook's result where there is none, or is no such thing, and say whose fault that is."""
-        is_coroutine = inspect.iscoroutine(result)
-        if is_right and result is not None and not is_coroutine:
-            return
         label = f"backend {self.spec.name!r}"
-        if is_coroutine:
+        if inspect.iscoroutine(result):
             result.close()  # Python would warn that nobody awaited it
             raise HookError(f"{hook} of {label} returned a coroutine: hooks are not awaited; it must return {wanted}")
+        if is_right and result is not None:
+            return
         got = "None" if result is None else f"a {type(result).__name__}"
-        outer = [*self._watches[1:], None]
-        for watch, next_watch, observer in zip(self._watches, outer, self._observers, strict=True):
-            if watch.is_there.get(hook) and not (next_watch and next_watch.is_there.get(hook)):
+        came_in = [watch.is_there.get(hook) for watch in self._watches]
+        for observer, inside, outside in zip(self._observers, came_in, [*came_in[1:], False], strict=False):
+            if inside and not outside:
                 raise HookError(
                     f"{observer.label} returned {got} from its wrapper of {hook}, in place of what {label} returned; "
                     "an observer returns that: `return (yield)`"

@@ -69,6 +69,7 @@ def report(capsys: pytest.CaptureFixture[str], _no_torch: None) -> Any:
     return call
 
 
+@pytest.mark.fault(33)
 @pytest.mark.parametrize(
     ("environment", "cores", "num_ranks", "hint"),
     [
@@ -167,6 +168,7 @@ def test_without_torch_nothing_is_started() -> None:
     assert find_devices({}, timeout_s=1)[1] == "torch is not installed"
 
 
+@pytest.mark.fault(33)
 @pytest.mark.parametrize(("chosen", "code"), [((), 1), (("--backend", "broken"), 1), (("--backend", "toy"), 0)])
 def test_a_broken_backend_breaks_no_other(site: Path, report: Any, chosen: tuple[str, ...], code: int) -> None:
     write_distribution(

@@ -10,14 +10,17 @@ import pytest
 from plugins.verl_async.tests.report_jobs import lockstep_spans, sft_job, sft_record, train_job, train_record
 from verl_async.report.record import RunRecord
 from verl_async.report.summary import build_summary
+from verl_engine import __version__
 
 
+@pytest.mark.fault(33)
 def test_a_finished_run() -> None:
     summary = build_summary(train_job(4), train_record(4), lockstep_spans(4), status="finished", seconds=12.34567)
     versions = summary.pop("versions")
     assert summary == {
         "status": "finished",
         "backend": "fsdp2",
+        "backend_distribution": f"verl-fsdp {__version__}",
         "exact_match_first": 0.25,
         "exact_match_last": 0.75,
         "reward_first": 0.3,

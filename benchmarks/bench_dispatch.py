@@ -42,7 +42,7 @@ def engine_gradient_sync(engine: Any, is_last_micro_batch: bool) -> AbstractCont
 
 
 @hookimpl
-def engine_optimizer_step(engine: Any) -> OptimizerStep:  # noqa: ARG001 - as asked
+def engine_optimizer_step(engine: Any, learning_rate: float | None) -> OptimizerStep:  # noqa: ARG001 - as asked
     """Do nothing."""
     return _STEP
 
@@ -64,7 +64,7 @@ def seconds_a_step(gradient_sync: Callable[..., Any], optimizer_step: Callable[.
         for index in range(MICRO_BATCHES):
             with gradient_sync(engine, index == MICRO_BATCHES - 1):
                 pass
-        optimizer_step(engine)
+        optimizer_step(engine, None)
     return (time.perf_counter() - start) / STEPS_A_ROUND
 
 

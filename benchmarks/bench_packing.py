@@ -26,6 +26,7 @@ from verl_engine.batch.packed import PackedBatch
 from verl_engine.batch.plan import plan_micro_batches
 from verl_engine.batch.sequence import Sequence
 from verl_engine.contract.validation import validate
+from verl_engine.engine.micro_batch_pass import MicroBatchPass
 from verl_engine.host.backend_host import BackendHost
 from verl_engine.testing.ranks import run_ranks
 from verl_engine.testing.tiny_models import tiny_config
@@ -65,7 +66,7 @@ def run_packed(folder: Path, sequences: list[Sequence]) -> Callable[[], None]:
     batches = [PackedBatch.from_sequences([sequences[index] for index in group]) for group in plan]
 
     def run() -> None:
-        engine.forward_backward(batches, negative_log_likelihood, 1.0, 1.0, lambda _: nullcontext())
+        engine.forward_backward(MicroBatchPass(batches, negative_log_likelihood, lambda _: nullcontext()))
         engine.zero_grad()
 
     return run

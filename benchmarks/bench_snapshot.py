@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from verl_engine import BackendHost, BackendSpec, Device, EngineConfig, OptimizerStep, WeightSnapshot, hookimpl
+from verl_engine import BackendHost, BackendSpec, Device, EngineConfig, hookimpl
 from verl_engine.engine.module_engine import ModuleEngine
 from verl_engine.engine.snapshots.layout import spread_sample
 from verl_engine.engine.snapshots.manager import Snapshots
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from verl_engine.batch.packed import PackedBatch
     from verl_engine.engine.base import TokenOutput
+    from verl_engine.engine.temperature import Temperature
 
 NUM_BYTES: Final = 2_000_000_000
 LAYERS: Final = 28
@@ -75,7 +76,7 @@ class Model(torch.nn.Module):
 class WeightsEngine(ModuleEngine):
     """An engine that only has weights."""
 
-    def forward(self, batch: PackedBatch, temperature: float) -> TokenOutput:
+    def forward(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
         """Never called here."""
         raise NotImplementedError
 
@@ -90,41 +91,10 @@ def engine_create(config: EngineConfig) -> WeightsEngine:
     return WeightsEngine(config, Device("cpu"), Model())
 
 
-@hookimpl
-def engine_gradient_sync() -> None:
-    """Never called here."""
-
-
-@hookimpl
-def engine_optimizer_step(engine: WeightsEngine) -> OptimizerStep:
-    """Never called here."""
-    return engine.optimizer_step()
-
-
-@hookimpl
-def engine_copy_weights_to_cpu(engine: WeightsEngine, snapshot: WeightSnapshot) -> WeightSnapshot:
-    """As every backend of ours does."""
-    return snapshot.store(engine.local_weights())
-
-
-@hookimpl
-def engine_restore_weights_from_cpu(engine: WeightsEngine, snapshot: WeightSnapshot) -> bool:
-    """As every backend of ours does."""
-    snapshot.copy_into(engine.local_weights())
-    return True
-
-
 def make_host() -> BackendHost:
     """Host a backend of the functions above."""
     module = ModuleType("bench_hooks")
-    hooks = (
-        engine_create,
-        engine_gradient_sync,
-        engine_optimizer_step,
-        engine_copy_weights_to_cpu,
-        engine_restore_weights_from_cpu,
-    )
-    vars(module).update({hook.__name__: hook for hook in hooks})
+    vars(module)["engine_create"] = engine_create
     vars(module)["SPEC"] = BackendSpec("bench", EngineConfig, ("cpu",))
     return BackendHost.from_module(module)
 

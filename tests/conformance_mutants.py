@@ -1,6 +1,7 @@
 """fsdp2 with one thing wrong each: what the conformance kit must catch.
 
-Imports no torch, as hooks modules do not; the engines are in `tests.mutant_engines` and `tests.mutant_exports`.
+Imports no torch, as hooks modules do not; the engines are in `tests.mutant_engines`,
+`tests.mutant_passes` and `tests.mutant_exports`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from pydantic import model_validator
 
 from verl_engine.contract.backend import BackendSpec, Capabilities
 from verl_engine.contract.markers import hookimpl
-from verl_fsdp import hooks
 from verl_fsdp.config import Fsdp2Config
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from verl_engine.contract.optimizer_step import OptimizerStep
     from verl_engine.engine.snapshots.weight_snapshot import WeightSnapshot
 
 
@@ -41,8 +40,22 @@ class LaxConfig(MutantConfig):
         return {key: value for key, value in section.items() if key in cls.model_fields}
 
 
+class OneOutputConfig(MutantConfig):
+    """Says that the first rank alone has outputs."""
+
+    def ranks_with_outputs(self, world_size: int) -> tuple[bool, ...]:
+        return tuple(rank == 0 for rank in range(world_size))
+
+
+class SplitSequencesConfig(MutantConfig):
+    """Says that ranks with different data split sequences."""
+
+    def sequence_ranks(self, world_size: int) -> tuple[int, ...]:
+        return tuple(range(world_size))
+
+
 class Mutant:
-    """fsdp2's hooks, around another engine class."""
+    """fsdp2 around another engine class."""
 
     def __init__(
         self,
@@ -58,25 +71,12 @@ class Mutant:
 
     @hookimpl
     def engine_create(self, config: Fsdp2Config, model_folder: Path) -> Any:
-        homes = [importlib.import_module(f"tests.{module}") for module in ("mutant_engines", "mutant_exports")]
+        homes = [
+            importlib.import_module(f"tests.{module}")
+            for module in ("mutant_engines", "mutant_exports", "mutant_passes")
+        ]
         engine_class = next(getattr(home, self._engine_class) for home in homes if hasattr(home, self._engine_class))
         return engine_class(config, model_folder)
-
-    @hookimpl
-    def engine_gradient_sync(self, engine: Any, is_last_micro_batch: bool) -> AbstractContextManager[None]:
-        return hooks.engine_gradient_sync(engine, is_last_micro_batch)
-
-    @hookimpl
-    def engine_optimizer_step(self, engine: Any) -> OptimizerStep:
-        return hooks.engine_optimizer_step(engine)
-
-    @hookimpl
-    def engine_copy_weights_to_cpu(self, engine: Any, snapshot: WeightSnapshot) -> WeightSnapshot:
-        return hooks.engine_copy_weights_to_cpu(engine, snapshot)
-
-    @hookimpl
-    def engine_restore_weights_from_cpu(self, engine: Any, snapshot: WeightSnapshot) -> bool:
-        return hooks.engine_restore_weights_from_cpu(engine, snapshot)
 
 
 class EagerSync(Mutant):
@@ -160,18 +160,16 @@ class RestoreTouchesOptimizer(Mutant):
     @hookimpl
     def engine_restore_weights_from_cpu(self, engine: Any, snapshot: WeightSnapshot) -> bool:
         engine.optimizer.state.clear()
-        return hooks.engine_restore_weights_from_cpu(engine, snapshot)
+        snapshot.copy_into(engine.local_weights())
+        return True
 
 
-class ScheduleAdvances(Mutant):
-    """The schedule counts skipped steps."""
+class StepsAndReturnsNothing(Mutant):
+    """Steps, and forgets to say what the step did."""
 
     @hookimpl
-    def engine_optimizer_step(self, engine: Any) -> OptimizerStep:
-        step = hooks.engine_optimizer_step(engine)
-        if not step.applied:
-            engine.schedule.step()
-        return step
+    def engine_optimizer_step(self, engine: Any, learning_rate: float | None) -> None:
+        engine.optimizer_step(learning_rate)
 
 
 MUTANTS = {
@@ -185,7 +183,7 @@ MUTANTS = {
         OwnCopies("mutant_snapshot_beyond_the_limit"),
         OwnCopies("mutant_snapshot_not_shared"),
         RestoreTouchesOptimizer("mutant_restore_touches_optimizer"),
-        ScheduleAdvances("mutant_schedule_advances_on_a_skip"),
+        StepsAndReturnsNothing("mutant_steps_and_returns_nothing"),
         UnclosedNoSync("mutant_unclosed_no_sync"),
         Mutant("mutant_adapter_folder_unscaled", "AdapterFolderUnscaled"),
         Mutant("mutant_adapter_left_off", "AdapterLeftOff"),
@@ -211,17 +209,28 @@ MUTANTS = {
         Mutant("mutant_forward_only_rounded", "ForwardOnlyRounded"),
         Mutant("mutant_frozen_in_snapshot", "FrozenInSnapshot"),
         Mutant("mutant_held_gradients_kept", "HeldGradientsKept"),
+        Mutant("mutant_given_rate_ignored", "GivenRateIgnored"),
+        Mutant("mutant_given_rate_scheduled", "GivenRateScheduled"),
         Mutant("mutant_hook_not_entered", "HookNotEntered"),
         Mutant("mutant_lax_config", config_class=LaxConfig),
+        Mutant("mutant_one_output_claimed", config_class=OneOutputConfig),
+        Mutant("mutant_split_sequences_claimed", config_class=SplitSequencesConfig),
+        Mutant("mutant_replicas_unsaid", "ReplicasUnsaid"),
+        Mutant("mutant_vectors_never_decayed", "VectorsNeverDecayed"),
         Mutant("mutant_left_in_train_mode", "LeftInTrainMode"),
         Mutant("mutant_left_in_eval_mode", "LeftInEvalMode"),
+        Mutant("mutant_no_gradient_sync", "NoGradientSync"),
         Mutant("mutant_mixed_sequences", "MixedSequences"),
         Mutant("mutant_offload_loses_gradients", "OffloadLosesGradients"),
         Mutant("mutant_offload_loses_optimizer", "OffloadLosesOptimizer"),
         Mutant("mutant_offload_restarts_optimizer", "OffloadRestartsOptimizer"),
+        Mutant("mutant_fields_as_floats", "FieldsAsFloats"),
         Mutant("mutant_positions_go_on", "PositionsGoOn"),
+        Mutant("mutant_positions_ignored", "PositionsIgnored"),
+        Mutant("mutant_temperature_of_the_token_before", "TemperatureOfTheTokenBefore"),
         Mutant("mutant_random_seed", "RandomSeed"),
         Mutant("mutant_saves_only_what_is_there", "SavesOnlyWhatIsThere"),
+        Mutant("mutant_schedule_advances_on_a_skip", "ScheduleAdvances"),
         Mutant("mutant_schedule_not_resumed", "ScheduleNotResumed"),
         Mutant("mutant_stale_export", "StaleExport"),
         Mutant("mutant_saves_what_it_loaded", "SavesWhatItLoaded"),
@@ -243,7 +252,9 @@ MUTANTS = {
         Mutant("mutant_fp16_without_loss_scale", "Fp16WithoutLossScale"),
         Mutant("mutant_loss_scale_kept", "LossScaleKept"),
         Mutant("mutant_loss_scale_left_in", "LossScaleLeftIn"),
+        Mutant("mutant_own_normalizer", "OwnNormalizer"),
         Mutant("mutant_pass_not_reset", "PassNotReset"),
+        Mutant("mutant_sums_only", "SumsOnly"),
         Mutant("mutant_heavy_hooks"),
     )
 }

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from verl_engine.engine.base import TokenOutput
 from verl_fsdp.fsdp2.engine import Fsdp2Engine
 from verl_fsdp.model.loading import load_model
 from verl_fsdp.update.grad_norm import clip_gradients, grad_norm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from verl_engine.batch.packed import PackedBatch
     from verl_engine.contract.optimizer_step import OptimizerStep
-    from verl_engine.engine.base import LossFn
+    from verl_engine.engine.temperature import Temperature
     from verl_fsdp.config import Fsdp2Config
 
 __all__ = ["Fsdp2Engine"]
@@ -57,8 +52,8 @@ class Fp16WithoutLossScale(Fsdp2Engine):
 class LossScaleKept(Fsdp2Engine):
     """Never lowers the loss scale, whatever overflows."""
 
-    def optimizer_step(self) -> OptimizerStep:
-        step = super().optimizer_step()
+    def optimizer_step(self, learning_rate: float | None = None) -> OptimizerStep:
+        step = super().optimizer_step(learning_rate)
         if self.loss_scaler is not None:
             self.loss_scaler.scale = 65536.0
         return step
@@ -79,21 +74,6 @@ class PassNotReset(Fsdp2Engine):
         self.drop_gradients()
 
 
-class HookNotEntered(Fsdp2Engine):
-    """Brings a schedule of its own, and forgets the hook in it."""
-
-    def forward_backward(
-        self,
-        micro_batches: Sequence[PackedBatch],
-        loss_fn: LossFn,
-        loss_scale: float,
-        temperature: float,
-        gradient_sync: Callable[[bool], AbstractContextManager[None]],
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        del gradient_sync
-        return super().forward_backward(micro_batches, loss_fn, loss_scale, temperature, lambda _: nullcontext())
-
-
 class HeldGradientsKept(Fsdp2Engine):
     """Sees the reduced gradients only, as ``zero_grad`` of an optimizer does."""
 
@@ -108,8 +88,8 @@ class ClipAfterStep(Fsdp2Engine):
     def clip_gradients(self) -> torch.Tensor:
         return grad_norm(self.parameters.values(), self.data_parallel.group)
 
-    def optimizer_step(self) -> OptimizerStep:
-        step = super().optimizer_step()
+    def optimizer_step(self, learning_rate: float | None = None) -> OptimizerStep:
+        step = super().optimizer_step(learning_rate)
         super().clip_gradients()
         return step
 
@@ -139,6 +119,13 @@ class DecayedNorms(Fsdp2Engine):
         super().__init__(config, model_folder)
         for group in self.optimizer.param_groups:
             group["weight_decay"] = config.weight_decay
+
+
+class VectorsNeverDecayed(Fsdp2Engine):
+    """Leaves norms and biases without weight decay, whatever the config says."""
+
+    def __init__(self, config: Fsdp2Config, model_folder: Path) -> None:
+        super().__init__(config.model_copy(update={"decay_vectors": False}), model_folder)
 
 
 class CheckpointWithoutOptimizer(Fsdp2Engine):
@@ -275,61 +262,12 @@ class LeftInEvalMode(Fsdp2Engine):
             super().set_training(False)
 
 
-class MixedSequences(Fsdp2Engine):
-    """Attention does not know where sequences end."""
-
-    def forward(self, batch: PackedBatch, temperature: float) -> TokenOutput:
-        return super().forward(dataclasses.replace(batch, lengths=(batch.num_tokens,)), temperature)
-
-
-class PositionsGoOn(Fsdp2Engine):
-    """Numbers the tokens of a micro-batch through, as if it were one sequence."""
-
-    def forward(self, batch: PackedBatch, temperature: float) -> TokenOutput:
-        through = torch.arange(batch.num_tokens)
-        return super().forward(dataclasses.replace(batch, position_ids=through), temperature)
-
-
 class RandomSeed(Fsdp2Engine):
     """Draws its own seed."""
 
     def __init__(self, config: Fsdp2Config, model_folder: Path) -> None:
         super().__init__(config, model_folder)
         torch.seed()
-
-
-class SilentRank(Fsdp2Engine):
-    """Spares itself the forward of an empty micro-batch, in which the others wait for it."""
-
-    def forward(self, batch: PackedBatch, temperature: float) -> TokenOutput:
-        if batch.loss_positions.numel() == 0:
-            return TokenOutput(torch.zeros(batch.num_tokens, requires_grad=True))
-        return super().forward(batch, temperature)
-
-
-class TemperatureInInferenceOnly(Fsdp2Engine):
-    """Trains at temperature 1, whatever is asked for."""
-
-    def forward(self, batch: PackedBatch, temperature: float) -> TokenOutput:
-        return super().forward(batch, 1.0 if torch.is_grad_enabled() else temperature)
-
-
-class EntropyAtTemperatureOne(Fsdp2Engine):
-    """Divides the logits for log-probs only."""
-
-    def forward(self, batch: PackedBatch, temperature: float) -> TokenOutput:
-        output = super().forward(batch, temperature)
-        if output.given_entropy is None or temperature == 1.0:
-            return output
-        return dataclasses.replace(output, given_entropy=super().forward(batch, 1.0).entropy)
-
-
-class EntropyWithoutGradient(Fsdp2Engine):
-    """Computes the entropy, but its gradient stops there."""
-
-    def forward(self, batch: PackedBatch, temperature: float) -> TokenOutput:
-        output = super().forward(batch, temperature)
-        return dataclasses.replace(output, given_entropy=output.given_entropy.detach())  # type: ignore[union-attr]
 
 
 class ValueOfTheTokenItself(Fsdp2Engine):
@@ -339,7 +277,7 @@ class ValueOfTheTokenItself(Fsdp2Engine):
         super().__init__(config, model_folder)
         figures = self.head.figures
 
-        def late(model: Any, run: Any, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+        def late(model: Any, run: Any, targets: torch.Tensor, temperature: Temperature) -> torch.Tensor:
             return figures(model, dataclasses.replace(run, columns=run.columns + 1), targets, temperature)
 
         self.head.figures = late  # type: ignore[method-assign] # that is what is wrong with it

@@ -94,8 +94,7 @@ class UnnotedImport(Fsdp2Engine):
 class NoImport(Fsdp2Engine):
     """Takes no weights."""
 
-    def load_full_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        Engine.load_full_weights(self, weights)
+    load_full_weights = Engine.load_full_weights
 
 
 class SavesWhatItLoaded(Fsdp2Engine):
@@ -199,6 +198,16 @@ class ShardsAtTheStart(Fsdp2Engine):
     def weight_shards(self) -> Iterator[WeightShard]:
         shards = super().weight_shards()
         return (dataclasses.replace(shard, offsets=(0,) * len(shard.offsets)) for shard in shards)
+
+
+class ReplicasUnsaid(Fsdp2Engine):
+    """Has the whole model on each rank, and says of every part that no other has it."""
+
+    def __init__(self, config: Fsdp2Config, model_folder: Path) -> None:
+        super().__init__(config.model_copy(update={"shard_ranks": 1}), model_folder)
+
+    def weight_shards(self) -> Iterator[WeightShard]:
+        return (dataclasses.replace(shard, replicas=(), is_replica=False) for shard in super().weight_shards())
 
 
 class ShardsNotTaken(Fsdp2Engine):

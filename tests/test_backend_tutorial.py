@@ -14,7 +14,7 @@ from verl_engine.command.backend_template import render_project
 PAGE = (ROOT / "docs" / "tutorial" / "write-a-backend.md").read_text(encoding="utf-8")
 PROJECT = render_project(BackendNames("my_engine", "my_engine", "my-engine", "My"))
 ENGINE_FILES = [f"src/my_engine/{name}.py" for name in ("config", "hooks", "engine")]
-MAX_LINES = 60
+MAX_LINES = 48
 
 
 def shown(path: str) -> list[str]:

@@ -39,6 +39,9 @@ CASES: Final = {
     "sync_on_every_micro_batch": Case("gradient_sync/last_only", "before the last", "accumulation/all_ranks"),
     "every_micro_batch_ignored": Case("gradient_sync/every_micro_batch", "does nothing", "gradient_sync/last_only"),
     "hook_not_entered": Case("gradient_sync/hook_calls", "entered engine_gradient_sync so: []", "accumulation/report"),
+    "no_gradient_sync": Case("gradient_sync/last_only", "lacks gradient_sync", "accumulation/one_rank"),
+    "own_normalizer": Case("accumulation/normalizers", "divided by sequences is off by", "accumulation/temperature"),
+    "sums_only": Case("accumulation/report", "the metrics of the step are", "accumulation/temperature"),
     "unclosed_no_sync": Case("recovery/middle_micro_batch", "after an exception", "accumulation/all_ranks"),
     "held_gradients_kept": Case("recovery/middle_micro_batch", "after an exception", "recovery/first_micro_batch"),
     "bf16_accumulation": Case("accumulation/bf16", "not float32", "accumulation/report"),
@@ -48,6 +51,11 @@ CASES: Final = {
     "pass_not_reset": Case("recovery/backward", "after an exception in a backward", "accumulation/all_ranks"),
     "mixed_sequences": Case("log_probs/together", "nats", "log_probs/temperature"),
     "positions_go_on": Case("log_probs/positions", "nats", "log_probs/temperature"),
+    "positions_ignored": Case("log_probs/own_positions", "nats", "log_probs/positions"),
+    "fields_as_floats": Case("accumulation/fields", "came to the loss otherwise", "accumulation/temperature"),
+    "temperature_of_the_token_before": Case(
+        "accumulation/token_temperatures", "with a temperature per token is off by", "accumulation/temperature"
+    ),
     "entropy_at_temperature_one": Case(
         "log_probs/entropy_value", "entropies at temperature 0.5 are off by", "log_probs/temperature"
     ),
@@ -61,6 +69,9 @@ CASES: Final = {
     "clip_after_step": Case("optimizer/clipping", "the gradient applied is off", "optimizer/schedules"),
     "clip_by_local_norm": Case("optimizer/clipping", "the gradient applied is off", "optimizer/schedules"),
     "decayed_norms": Case("optimizer/adamw", "norms were", "optimizer/clipping"),
+    "steps_and_returns_nothing": Case("optimizer/adamw", "must return an OptimizerStep", "log_probs/temperature"),
+    "given_rate_ignored": Case("optimizer/given_rate", "is off by", "optimizer/schedules"),
+    "given_rate_scheduled": Case("optimizer/given_rate", "is off by", "optimizer/schedules"),
     "skip_on_one_rank": Case("optimizer/not_finite", "(on rank 0)", "optimizer/clipping"),
     "schedule_advances_on_a_skip": Case("optimizer/not_finite", "after a skipped step", "optimizer/adamw"),
     "aliasing_snapshot": Case("snapshots/independent", "aliases the live weights", "weights/export"),
@@ -88,7 +99,7 @@ CASES: Final = {
     "adapter_folder_unscaled": Case("lora/adapter_folder", "differ from the exported", "lora/disabled"),
     "frozen_in_snapshot": Case("lora/snapshot", "one of the whole model", "lora/merged"),
     "any_layers": Case("lora/unknown_layers", "got ''", "lora/train"),
-    "undeclared_gap": Case("weights/import", "must declare the gap", "weights/export"),
+    "undeclared_gap": Case("weights/import", "lacks load_full_weights", "loading/spec"),
     "left_in_train_mode": Case("modes/inference", "left in train mode", "modes/training"),
     "left_in_eval_mode": Case("modes/training", "left in eval mode", "modes/inference"),
     "dropout_ignored": Case("modes/dropout_off", "is not that without dropout", "modes/training"),
@@ -109,6 +120,10 @@ CASES: Final = {
         "offload/each_part", "a step after the parameters alone were moved", "offload/there_and_back"
     ),
     "saves_only_what_is_there": Case("offload/checkpoint", "a step after the resume", "checkpoints/resume"),
+    "one_output_claimed": Case("config/ranks", "but ranks_with_outputs says (True, False)", "config/fields"),
+    "split_sequences_claimed": Case("config/ranks", "do not each have a part", "config/fields"),
+    "replicas_unsaid": Case("weights/shard_replicas", "replicas and is_replica of parts are wrong", "weights/shards"),
+    "vectors_never_decayed": Case("optimizer/decay_vectors", "is off by", "optimizer/adamw"),
     "lax_config": Case("config/wrong_fields", "without a word", "config/fields"),
     "heavy_hooks": Case("loading/hooks_module", "imported torch", "loading/listing"),
     "silent_rank": Case(

@@ -112,7 +112,7 @@ def test_it_is_listed_as_ready(fresh: FreshEnvironment) -> None:
     mine = backends["my_engine"]
     assert mine["status"] == "ready"
     assert mine["distribution"] == "my-engine"
-    assert mine["plugin_api_version"] == 1
+    assert mine["plugin_api_version"] == 2
     assert mine["devices"] == ["cpu", "cuda", "npu"]
 
 

@@ -20,7 +20,7 @@ SPEC = BackendSpec(
     config_class=ToyConfig,
     devices=("cpu",),
     capabilities=Capabilities(gaps={{"snapshots": "a list has no weights"}}),
-    plugin_api_version=1,
+    plugin_api_version=2,
 )
 
 @hookimpl

@@ -21,7 +21,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as SequenceOf
     from pathlib import Path
 
-GAPS = dict.fromkeys(("entropy", "lora", "value_head", "weight_shards"), "a test's engine has no model")
+    from verl_engine.engine.temperature import Temperature
+
+GAPS = dict.fromkeys(
+    ("checkpoints", "entropy", "lora", "offload", "own_positions", "value_head", "weight_import", "weight_shards"),
+    "a test's engine has no model",
+)
 SPEC = BackendSpec(
     name="toy",
     config_class=EngineConfig,
@@ -41,7 +46,7 @@ class FakeEngine(Engine):
         self.weights = weights or {"logits": torch.zeros(8, requires_grad=True)}
         self.calls: list[str] = []
 
-    def forward(self, batch: PackedBatch, temperature: float) -> TokenOutput:
+    def forward(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
         self.calls.append(f"forward {batch.num_tokens}")
         log_probs = self.weights["logits"][batch.input_ids] / temperature
         return TokenOutput(torch.where(batch.loss_mask, log_probs, 0.0))

@@ -56,7 +56,7 @@ SPEC = BackendSpec(
     config_class=AdaptorConfig,
     devices=("cpu",),
     capabilities=Capabilities(gaps={{"snapshots": "a list has no weights"}}),
-    plugin_api_version=1,
+    plugin_api_version=2,
     must_precede={must_precede!r},
     patches=(
         DeclaredPatch("fakeframe.ops:norm", "the original is slow"),

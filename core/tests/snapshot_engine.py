@@ -7,18 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl_engine import BackendHost, BackendSpec, EngineConfig, OptimizerStep, hookimpl
+from verl_engine import BackendHost, BackendSpec, Capabilities, EngineConfig, hookimpl
 from verl_engine.engine.device import Device
 from verl_engine.engine.module_engine import ModuleEngine
 from verl_engine.engine.snapshots.manager import Snapshots
 from verl_engine.engine.token_output import TokenOutput
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from verl_engine.batch.packed import PackedBatch
-    from verl_engine.engine.snapshots.weight_snapshot import WeightSnapshot
+    from verl_engine.engine.temperature import Temperature
+
+
+SPEC = BackendSpec("keeping", EngineConfig, ("cpu",), Capabilities(gaps={"lora": "a few weights"}))
 
 
 class Model(torch.nn.Module):
@@ -37,7 +39,7 @@ class Model(torch.nn.Module):
 class KeepingEngine(ModuleEngine):
     """Log-probs are sums of the logits, no more."""
 
-    def forward(self, batch: PackedBatch, temperature: float) -> TokenOutput:
+    def forward(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
         figures = self.parameters["logits"].sum(1)[batch.input_ids] / temperature
         return TokenOutput(torch.where(batch.loss_mask, figures, 0.0))
 
@@ -51,27 +53,6 @@ def engine_create(config: EngineConfig, model_folder: Path) -> KeepingEngine:
     return KeepingEngine(config, Device("cpu"), Model())
 
 
-@hookimpl
-def engine_gradient_sync(engine: KeepingEngine, is_last_micro_batch: bool) -> AbstractContextManager[None]:
-    raise NotImplementedError
-
-
-@hookimpl
-def engine_optimizer_step(engine: KeepingEngine) -> OptimizerStep:
-    return engine.optimizer_step()
-
-
-@hookimpl
-def engine_copy_weights_to_cpu(engine: KeepingEngine, snapshot: WeightSnapshot) -> WeightSnapshot:
-    return snapshot.store(engine.local_weights())
-
-
-@hookimpl
-def engine_restore_weights_from_cpu(engine: KeepingEngine, snapshot: WeightSnapshot) -> bool:
-    snapshot.copy_into(engine.local_weights())
-    return True
-
-
 def make_engine(**settings: Any) -> KeepingEngine:
     config = EngineConfig.model_validate({"backend": "keeping", "learning_rate": 0.1, **settings})
     return KeepingEngine(config, Device("cpu"), Model())
@@ -79,15 +60,7 @@ def make_engine(**settings: Any) -> KeepingEngine:
 
 def make_snapshots(engine: KeepingEngine, **arguments: Any) -> Snapshots:
     module = ModuleType("keeping_hooks")
-    hooks = (
-        engine_create,
-        engine_gradient_sync,
-        engine_optimizer_step,
-        engine_copy_weights_to_cpu,
-        engine_restore_weights_from_cpu,
-    )
-    vars(module).update({hook.__name__: hook for hook in hooks})
-    vars(module)["SPEC"] = BackendSpec("keeping", EngineConfig, ("cpu",))
+    vars(module).update({"SPEC": SPEC, "engine_create": engine_create})
     return Snapshots(BackendHost.from_module(module), engine, **arguments)
 
 

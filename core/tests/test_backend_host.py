@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -19,6 +19,9 @@ from verl_engine.contract.errors import (
     UnsupportedError,
 )
 from verl_engine.contract.names import BACKENDS_GROUP
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 NO_SNAPSHOTS = Capabilities(gaps={"snapshots": "a list has no weights"})
 SPEC = BackendSpec(name="toy", config_class=EngineConfig, devices=("cpu",), capabilities=NO_SNAPSHOTS)
@@ -124,6 +127,16 @@ def _engine_optimizer_step_with_a_wrong_argument(engin: object) -> None:
 
 
 @hookimpl
+def _engine_optimizer_step_with_a_default(engine: object, learning_rate: float | None = None) -> None:
+    """A hook whose second argument would never be passed."""
+
+
+@hookimpl(specname="engine_optimizer_step")
+def _another_step(engine: object) -> None:
+    """A second implementation."""
+
+
+@hookimpl
 def _engine_optimiser_step(engine: object) -> None:
     """A hook with a wrong name."""
 
@@ -143,18 +156,19 @@ def _engine_optimiser_step(engine: object) -> None:
         ),
         (
             {"engine_create": None, "engine_optimizer_step": None},
-            "lacks required hooks: engine_create, engine_optimizer_step$",
+            "lacks the required hook engine_create$",
         ),
+        ({"another_step": _another_step}, "implements engine_optimizer_step twice"),
         (
-            {"SPEC": BackendSpec(name="toy", config_class=EngineConfig, devices=("cpu",))},
-            "lacks required hooks: engine_copy_weights_to_cpu, .*; or declare the gap 'snapshots'",
+            {"engine_optimizer_step": _engine_optimizer_step_with_a_default},
+            "engine_optimizer_step gives learning_rate a default; the core passes every argument",
         ),
         ({"SPEC": replace(SPEC, must_precede=cast("Any", "megatron"))}, "must_precede='megatron' must be a tuple"),
         ({"SPEC": replace(SPEC, patches=cast("Any", ("a:b",)))}, "patches holds 'a:b'; write DeclaredPatch"),
         ({"SPEC": replace(SPEC, patches=(DeclaredPatch("a.b", "why"),))}, "patches: 'a.b' names nothing that can be"),
         ({"SPEC": replace(SPEC, patches=cast("Any", 5))}, "patches=5 must be a tuple"),
         ({"SPEC": replace(SPEC, process_settings=("width",))}, "process_settings names width, which EngineConfig does"),
-        ({"engine_create": _bare}, "lacks required hooks: engine_create; engine_create lacks the @hookimpl decorator"),
+        ({"engine_create": _bare}, "engine_create lacks the @hookimpl decorator, and would not be called"),
         ({"engine_optimizer_step": _engine_optimizer_step_with_a_wrong_argument}, "does not fit .*engin"),
         (
             {"engine_optimiser_step": _engine_optimiser_step},
@@ -169,8 +183,77 @@ def test_a_module_that_is_no_backend_is_refused(changes: dict[str, object], mess
 
 def test_a_spec_for_another_plugin_api_is_refused() -> None:
     spec = BackendSpec(name="toy", config_class=EngineConfig, devices=("cpu",), plugin_api_version=9)
-    with pytest.raises(PluginApiVersionError, match="plugin API 9, but this verl-engine-core has plugin API 1"):
+    with pytest.raises(PluginApiVersionError, match="plugin API 9, but this verl-engine-core has plugin API 2"):
         BackendHost.from_module(make_module(SPEC=spec), "toy")
+
+
+class _Engine:
+    """Notes which of its methods the default hooks call."""
+
+    def __init__(self) -> None:
+        self.calls: list[object] = []
+
+    def gradient_sync(self, is_last_micro_batch: bool) -> AbstractContextManager[None]:
+        self.calls.append(is_last_micro_batch)
+        return nullcontext()
+
+    def optimizer_step(self, learning_rate: float | None) -> OptimizerStep:
+        self.calls.append(learning_rate)
+        return STEP
+
+    def local_weights(self) -> str:
+        return "weights"
+
+
+class _Snapshot:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def store(self, weights: str) -> _Snapshot:
+        self.calls.append(f"store {weights}")
+        return self
+
+    def copy_into(self, weights: str) -> None:
+        self.calls.append(f"copy into {weights}")
+
+
+def test_hooks_that_a_backend_does_not_write_are_the_engines_methods() -> None:
+    host = BackendHost.from_module(make_module(engine_gradient_sync=None, engine_optimizer_step=None))
+    engine: Any = _Engine()
+    snapshot: Any = _Snapshot()
+    with host.gradient_sync(engine, is_last_micro_batch=True):
+        pass
+    assert host.optimizer_step(engine) is STEP
+    assert host.optimizer_step(engine, 0.5) is STEP
+    assert engine.calls == [True, None, 0.5]
+    copied: Any = host.copy_weights_to_cpu(engine, snapshot)
+    host.restore_weights_from_cpu(engine, snapshot)
+    assert copied.calls == ["store weights", "copy into weights"]
+
+
+def test_a_hook_that_returns_nothing_never_falls_through_to_the_default() -> None:
+    @hookimpl
+    def engine_optimizer_step(engine: _Engine, learning_rate: float | None) -> None:
+        engine.optimizer_step(learning_rate)
+
+    host = BackendHost.from_module(make_module(engine_optimizer_step=engine_optimizer_step))
+    engine = _Engine()
+    with pytest.raises(HookError, match=r"engine_optimizer_step .* an OptimizerStep"):
+        host.optimizer_step(cast("Any", engine))
+    assert engine.calls == [None]
+    assert host.default_hooks == {"engine_copy_weights_to_cpu", "engine_restore_weights_from_cpu"}
+
+
+def test_a_backend_may_wrap_a_default() -> None:
+    @hookimpl(wrapper=True)
+    def engine_optimizer_step(engine: _Engine) -> Iterator[None]:
+        engine.calls.append("before")
+        return (yield)
+
+    host = BackendHost.from_module(make_module(engine_optimizer_step=engine_optimizer_step))
+    engine = _Engine()
+    assert host.optimizer_step(cast("Any", engine), 0.1) is STEP
+    assert engine.calls == ["before", 0.1]
 
 
 @hookimpl
@@ -211,7 +294,7 @@ def test_an_installed_backend_is_loaded_by_name(site: Path) -> None:
         "toy-engines",
         {BACKENDS_GROUP: {"toy1": "toy1_hooks", "toy2": "toy2_hooks"}},
         modules={"toy1_hooks": HOOKS.format(name="toy1"), "toy2_hooks": "raise RuntimeError"},
-        keywords=["verl-engine-api-1"],
+        keywords=["verl-engine-api-2"],
     )
     assert BackendHost.load("toy1").spec.name == "toy1"
     assert "toy2_hooks" not in sys.modules

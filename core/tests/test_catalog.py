@@ -38,7 +38,7 @@ def test_a_row_says_all_that_the_metadata_says_and_imports_nothing(site: Path) -
         version="1.2rc1",
         info="toy_engine-1.2rc1.dist-info",
         modules={"toy_hooks": "raise RuntimeError"},
-        keywords=["training", "verl-engine-api-1", "verl-engine-device-cpu", "verl-engine-device-npu"],
+        keywords=["training", "verl-engine-api-2", "verl-engine-device-cpu", "verl-engine-device-npu"],
         requires=["numpy>=1", "no-such-thing>=2", 'only-extra; extra == "more"'],
     )
     assert list_plugins(FAKE) == [
@@ -49,7 +49,7 @@ def test_a_row_says_all_that_the_metadata_says_and_imports_nothing(site: Path) -
             distribution="Toy.Engine",
             version="1.2rc1",
             summary="About Toy.Engine",
-            api_version=1,
+            api_version=2,
             devices=("cpu", "npu"),
             missing=("no-such-thing>=2",),
         )
@@ -73,7 +73,7 @@ def test_a_module_that_is_on_no_package_index_is_missed(site: Path) -> None:
     assert backend.fix == "verl-engine doctor --backend a-toy"
 
 
-@pytest.mark.parametrize(("version", "what"), [(0, "toy"), (2, "verl-engine-core")])
+@pytest.mark.parametrize(("version", "what"), [(1, "toy"), (3, "verl-engine-core")])
 def test_another_api_version_is_fixed_by_upgrading_the_older_side(site: Path, version: int, what: str) -> None:
     write_distribution(site, "toy", POINTS, keywords=[f"verl-engine-api-{version}"])
     (entry,) = list_plugins(FAKE)
@@ -132,7 +132,7 @@ def test_leftovers_and_broken_metadata_disturb_nobody(site: Path) -> None:
 
 
 def test_a_zip_file_on_the_path_is_searched(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_distribution(site, "zipped", POINTS, keywords=["verl-engine-api-1"], requires=["no-such-thing"])
+    write_distribution(site, "zipped", POINTS, keywords=["verl-engine-api-2"], requires=["no-such-thing"])
     archive = tmp_path / "plugins.zip"
     with zipfile.ZipFile(archive, "w") as file:
         for path in site.rglob("*"):
@@ -140,7 +140,7 @@ def test_a_zip_file_on_the_path_is_searched(site: Path, tmp_path: Path, monkeypa
                 file.write(path, path.relative_to(site))
     monkeypatch.setattr(sys, "path", [str(archive), *sys.path[1:]])
     (entry,) = list_plugins(FAKE)
-    assert (entry.distribution, entry.version, entry.api_version) == ("zipped", "1.0", 1)
+    assert (entry.distribution, entry.version, entry.api_version) == ("zipped", "1.0", 2)
     assert entry.missing == ("no-such-thing",)
 
 

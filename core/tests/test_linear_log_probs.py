@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 import torch
 
+from core.tests.largest_tensor import LargestTensor
 from verl_engine.engine.linear_log_probs import Entropy, linear_log_probs
 from verl_engine.engine.output_from_logits import figures_from_logits
-from verl_engine.testing.largest_tensor import LargestTensor
+
+if TYPE_CHECKING:
+    from verl_engine.engine.temperature import Temperature
 
 VOCABULARY, HIDDEN = 70, 3
 ENTROPIES = get_args(Entropy)
@@ -34,7 +37,7 @@ def targets(num: int) -> torch.Tensor:
 
 
 def naive(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float, entropy: Entropy
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: Temperature, entropy: Entropy
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     logits = torch.nn.functional.linear(hidden, weight, bias)
     return figures_from_logits(logits, targets(len(hidden)), temperature, entropy)
@@ -81,9 +84,9 @@ def test_gradcheck_in_float64(num: int, chunk: int, has_bias: bool, entropy: Ent
 @any_entropy
 @both
 @pytest.mark.parametrize("chunk", [1, 4, 256])
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("temperature", [1.0, 0.5, torch.linspace(0.5, 2.0, 9)], ids=["1", "half", "each"])
 def test_figures_and_gradients_equal_those_from_logits(
-    temperature: float, chunk: int, has_bias: bool, entropy: Entropy
+    temperature: Temperature, chunk: int, has_bias: bool, entropy: Entropy
 ) -> None:
     hidden, weight, bias = leaves = inputs(9, has_bias=has_bias)
     found = linear_log_probs(hidden, weight, targets(9), temperature, bias, chunk=chunk, entropy=entropy)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def three_backends(site: Path) -> Path:
-    keywords = ["verl-engine-api-1", "verl-engine-device-cpu"]
+    keywords = ["verl-engine-api-2", "verl-engine-device-cpu"]
     write_distribution(site, "toy-good", {BACKENDS_GROUP: {"toy1": "x"}}, keywords=keywords)
     write_distribution(site, "toy-poor", {BACKENDS_GROUP: {"toy2": "x"}}, keywords=keywords, requires=["no-such>=1"])
     write_distribution(site, "toy-old", {BACKENDS_GROUP: {"toy3": "x"}}, keywords=["verl-engine-api-0"])
@@ -37,7 +37,7 @@ def test_backends_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         "name": "toy1",
         "distribution": "toy-good",
         "version": "1.0",
-        "plugin_api_version": 1,
+        "plugin_api_version": 2,
         "devices": ["cpu"],
         "status": "ready",
         "missing_requirements": [],
@@ -48,7 +48,7 @@ def test_backends_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         ("toy2", "missing no-such>=1", 'python -m pip install "no-such>=1"'),
         (
             "toy3",
-            "needs plugin API 0, verl-engine-core has 1",
+            "needs plugin API 0, verl-engine-core has 2",
             "python -m pip install --upgrade toy-old",
         ),
         ("toy4", "name also offered by toy-b", "python -m pip uninstall toy-a  # to keep toy-b"),

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from core.tests.fake_engine import pack
 from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.errors import WeightsError
 from verl_engine.engine.device import Device
 from verl_engine.engine.loss_scaler import LossScaler
+from verl_engine.engine.micro_batch_pass import MicroBatchPass
 from verl_engine.engine.module_engine import ModuleEngine
 from verl_engine.engine.token_output import TokenOutput
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from verl_engine.batch.packed import PackedBatch
+    from verl_engine.engine.temperature import Temperature
 
 
 class Model(torch.nn.Module):
@@ -46,7 +49,7 @@ class Model(torch.nn.Module):
 class PlainEngine(ModuleEngine):
     """Only what the base class leaves open."""
 
-    def forward(self, batch: PackedBatch, temperature: float) -> TokenOutput:
+    def forward(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
         """Never called here."""
         raise NotImplementedError
 
@@ -111,6 +114,21 @@ def test_a_gradient_that_is_not_finite_changes_nothing(value: float) -> None:
     assert engine.optimizer_step().learning_rate == pytest.approx(0.2 / 4)
 
 
+def test_a_given_rate_is_used_once_and_scaled_as_its_group_is() -> None:
+    engine = make(learning_rate=0.2, warmup_steps=4)
+    engine.optimizer.param_groups[0]["initial_lr"] = 0.1  # half of the engine's
+    used: list[list[float]] = []
+    engine.optimizer.register_step_pre_hook(
+        lambda *_: used.append([group["lr"] for group in engine.optimizer.param_groups])
+    )
+    reported = []
+    for rate in (None, 0.7, 0.0, None):
+        set_gradients(engine, 1.0)
+        reported.append(engine.optimizer_step(rate).learning_rate)
+    assert reported == [pytest.approx(0.05), 0.7, 0.0, pytest.approx(0.2)]
+    assert used == [[rate / 2, rate] for rate in reported]
+
+
 class HalfEngine(PlainEngine):
     """Computes in float16, as it says."""
 
@@ -118,7 +136,7 @@ class HalfEngine(PlainEngine):
         super().__init__(*arguments)
         self.loss_scaler = LossScaler()
 
-    def forward(self, batch: PackedBatch, temperature: float) -> TokenOutput:
+    def forward(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
         """Return what the loss below looks at."""
         del batch, temperature
         return TokenOutput(self.parameters["inner.bias"] * 3)
@@ -140,9 +158,9 @@ def summed(output: TokenOutput, batch: PackedBatch) -> tuple[torch.Tensor, dict[
 def test_the_loss_is_scaled_in_the_backward_only() -> None:
     config = EngineConfig.model_validate({"backend": "plain", "learning_rate": 0.1, "max_grad_norm": 1e9})
     engine = HalfEngine(config, Device("cpu"), Model())
-    nothing: Any = None
-    loss, _ = engine.forward_backward([nothing, nothing], summed, 0.5, 1.0, lambda _: nullcontext())
-    assert float(loss) == 12.0  # 3 * (1 + 1), twice
+    run = MicroBatchPass([pack([1])] * 2, summed, lambda _: nullcontext(), loss_scale=0.5)
+    engine.forward_backward(run)
+    assert float(run.totals.loss) == 12.0  # 3 * (1 + 1), twice
     gradient = engine.parameters["inner.bias"].grad
     assert gradient is not None
     assert gradient.tolist() == [65536 * 0.5 * 3 * 2] * 2

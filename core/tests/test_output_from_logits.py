@@ -40,6 +40,13 @@ def test_the_temperature_divides_the_logits() -> None:
     assert found.tolist() == pytest.approx([0.0, math.log(3 / 4), 0.0, math.log(3 / 4), math.log(1 / 4)])
 
 
+def test_each_token_has_the_temperature_of_its_own_place() -> None:
+    # Of tokens 1, 3 and 4, which are in the loss; softmax(0, ln 9) has odds of 9 to 1, 3 to 1, and 81 to 1.
+    logits = torch.tensor([[0.0, math.log(9)]] * 3)
+    found = output_from_logits(logits, batch(), temperature=torch.tensor([9.0, 1.0, 9.0, 2.0, 0.5])).log_probs
+    assert found.tolist() == pytest.approx([0.0, math.log(9 / 10), 0.0, math.log(3 / 4), math.log(1 / 82)])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_result_is_float32_and_the_gradient_reaches_the_logits(dtype: torch.dtype) -> None:
     logits = torch.zeros(3, 2, dtype=dtype, requires_grad=True)

@@ -18,13 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 HOOKS = """
-from core.tests.snapshot_engine import (
-    engine_copy_weights_to_cpu, engine_create, engine_gradient_sync, engine_optimizer_step,
-    engine_restore_weights_from_cpu,
-)
-from verl_engine import BackendSpec, EngineConfig
-
-SPEC = BackendSpec("keeping", EngineConfig, ("cpu",))
+from core.tests.snapshot_engine import SPEC, engine_create
 """
 SEQUENCE = Sequence(np.array([1, 2, 3]), np.array([False, True, True]))
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from core.tests.fake_engine import FakeEngine, pack, toy_host
-from verl_engine.contract.errors import BatchError
+from verl_engine.batch.packed import PackedBatch
+from verl_engine.batch.sequence import Sequence
+from verl_engine.contract.errors import BatchError, ConfigError, UnsupportedError
 from verl_engine.engine.train_step import StepReport, train_step
 
 if TYPE_CHECKING:
-    from verl_engine.batch.packed import PackedBatch
     from verl_engine.engine.base import TokenOutput
     from verl_engine.testing.rank_pools import OnRanks
 
@@ -64,8 +66,41 @@ def test_the_split_into_micro_batches_does_not_matter() -> None:
         assert gradient_of_next_step(FakeEngine(), *parts) == pytest.approx(whole)
 
 
+def test_the_normaliser_is_one_number_for_the_global_batch() -> None:
+    """Two of three sequences have loss tokens, four in all; by default each counts a quarter."""
+    batches = [pack([1, 2, 3], [7]), pack([1, 3, 5])]
+    losses = {}
+    for normalizer in ("tokens", "sequences", 8.0):
+        engine = FakeEngine()
+        report = train_step(toy_host(), engine, batches, summed_loss, normalizer=normalizer)
+        losses[normalizer] = float(engine.weights["logits"].detach()[2]) / 0.5
+        assert report.metrics["half"] == pytest.approx(6.5 * losses[normalizer])
+    assert losses == pytest.approx({"tokens": 1 / 4, "sequences": 1 / 2, 8.0: 1 / 8})
+    for wrong in (0.0, float("inf"), -1.0):
+        with pytest.raises(ConfigError, match="must be tokens, sequences or a number above 0"):
+            train_step(toy_host(), FakeEngine(), batches, summed_loss, normalizer=wrong)
+
+
+def test_a_learning_rate_that_is_none_is_refused() -> None:
+    for wrong in (-0.1, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="of a step must be a number of 0 or more"):
+            train_step(toy_host(), FakeEngine(), [pack([1, 2])], summed_loss, learning_rate=wrong)
+
+
 def test_the_temperature_reaches_the_engine() -> None:
     assert gradient_of_next_step(FakeEngine(), pack([1, 2]), temperature=2.0)[2] == pytest.approx(-0.5)
+
+
+def test_a_field_takes_the_place_of_the_temperature() -> None:
+    sequence = Sequence(np.array([1, 2]), np.array([False, True]), {"temperature": np.array([1, 4], np.float32)})
+    gradient = gradient_of_next_step(FakeEngine(), PackedBatch.from_sequences([sequence]), temperature=2.0)
+    assert gradient[2] == pytest.approx(-0.25)
+
+
+def test_own_positions_are_refused_where_the_backend_would_not_use_them() -> None:
+    sequence = Sequence(np.array([1, 2]), np.array([False, True]), positions=np.array([3, 4]))
+    with pytest.raises(UnsupportedError, match="cannot do 'own_positions'"):
+        train_step(toy_host(), FakeEngine(), [PackedBatch.from_sequences([sequence])], summed_loss)
 
 
 def test_an_averaging_backend_is_corrected() -> None:

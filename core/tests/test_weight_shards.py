@@ -21,7 +21,7 @@ from verl_engine.engine.weights.module_weights import (
     weight_shards,
     weight_specs,
 )
-from verl_engine.engine.weights.shards import ChangedShards, assemble_weights
+from verl_engine.engine.weights.shards import assemble_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -97,21 +97,6 @@ def test_a_scalar_is_a_part_of_its_own() -> None:
 def test_success_is_not_reported_where_parts_are_missing_or_do_not_fit(shards: list[WeightShard], message: str) -> None:
     with pytest.raises(WeightsError, match=message):
         assemble(shards)
-
-
-def test_only_parts_that_changed_are_sent_again() -> None:
-    changed = ChangedShards()
-    first, second = torch.zeros(2, 2), torch.zeros(3, dtype=torch.bfloat16)
-
-    def shards() -> list[WeightShard]:
-        return [WeightShard("a", (2, 2), (0, 0), first), WeightShard("b", (3,), (0,), second)]
-
-    assert [shard.name for shard in changed.since_last_call(shards())] == ["a", "b"]
-    assert [shard.name for shard in changed.since_last_call(shards())] == []
-    second[1] = 1e-3
-    assert [shard.name for shard in changed.since_last_call(shards())] == ["b"]
-    first += 0.0
-    assert [shard.name for shard in changed.since_last_call(shards())] == []
 
 
 LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {

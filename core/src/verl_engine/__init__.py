@@ -36,13 +36,23 @@ if TYPE_CHECKING:
     from verl_engine.contract.names import PLUGIN_API_VERSION
     from verl_engine.contract.optimizer_step import OptimizerStep
     from verl_engine.contract.strict_model import StrictModel
-    from verl_engine.engine.base import DataParallel, Engine, LossFn, TokenOutput, WeightShard, WeightSpec
+    from verl_engine.engine.base import (
+        DataParallel,
+        Engine,
+        LossFn,
+        MicroBatchPass,
+        TokenOutput,
+        WeightShard,
+        WeightSpec,
+    )
     from verl_engine.engine.checkpoints.store import CheckpointInfo, CheckpointStore
     from verl_engine.engine.device import Device
+    from verl_engine.engine.metrics import Metric
     from verl_engine.engine.module_engine import ModuleEngine
     from verl_engine.engine.output_from_logits import output_from_logits
     from verl_engine.engine.snapshots.shared import SnapshotHandle, SnapshotReader
     from verl_engine.engine.snapshots.weight_snapshot import WeightSnapshot
+    from verl_engine.engine.temperature import Temperature
     from verl_engine.engine.worker import EngineWorker
     from verl_engine.host.backend_host import BackendHost
     from verl_engine.host.engine_section import validate_engine_section
@@ -82,13 +92,15 @@ _HOMES = {
     "contract.names": ["PLUGIN_API_VERSION"],
     "contract.optimizer_step": ["OptimizerStep"],
     "contract.strict_model": ["StrictModel"],
-    "engine.base": ["DataParallel", "Engine", "LossFn", "TokenOutput", "WeightShard", "WeightSpec"],
+    "engine.base": ["DataParallel", "Engine", "LossFn", "MicroBatchPass", "TokenOutput", "WeightShard", "WeightSpec"],
     "engine.checkpoints.store": ["CheckpointInfo", "CheckpointStore"],
     "engine.device": ["Device"],
+    "engine.metrics": ["Metric"],
     "engine.module_engine": ["ModuleEngine"],
     "engine.output_from_logits": ["output_from_logits"],
     "engine.snapshots.shared": ["SnapshotHandle", "SnapshotReader"],
     "engine.snapshots.weight_snapshot": ["WeightSnapshot"],
+    "engine.temperature": ["Temperature"],
     "engine.worker": ["EngineWorker"],
     "host.backend_host": ["BackendHost"],
     "host.engine_section": ["validate_engine_section"],
@@ -120,6 +132,8 @@ __all__ = [
     "KindSpec",
     "LoraConfig",
     "LossFn",
+    "Metric",
+    "MicroBatchPass",
     "ModelError",
     "ModuleEngine",
     "NeededModule",
@@ -135,6 +149,7 @@ __all__ = [
     "SnapshotReader",
     "StrictModel",
     "StuckError",
+    "Temperature",
     "TokenOutput",
     "TrainingDivergedError",
     "UnknownPluginError",

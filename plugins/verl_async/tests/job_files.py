@@ -39,7 +39,7 @@ SPEC = BackendSpec(
     config_class=ToyConfig,
     devices=("cpu",),
     capabilities=Capabilities(gaps={"snapshots": "a toy", "lora": "a toy"}),
-    plugin_api_version=1,
+    plugin_api_version=2,
 )
 
 

@@ -21,12 +21,39 @@ class TestFsdp2(EngineConformance):
 class TestFsdp2Padded(EngineConformance):
     backend = "fsdp2"
     settings: ClassVar[Mapping[str, Any]] = {"packing": False}
-    only: ClassVar[tuple[str, ...]] = ("accumulation/all_ranks", "log_probs/together", "deadlock/idle_ranks")
+    only: ClassVar[tuple[str, ...]] = (
+        "accumulation/all_ranks",
+        "accumulation/token_temperatures",
+        "log_probs/own_positions",
+        "log_probs/together",
+        "deadlock/idle_ranks",
+    )
 
 
 @pytest.mark.nightly
 class TestFsdp2PaddedInAll(TestFsdp2Padded):
     only: ClassVar[tuple[str, ...]] = ("accumulation", "log_probs", "modes", "deadlock/idle_ranks")
+
+
+@pytest.mark.dist
+class TestFsdp2SplitsSequences(EngineConformance):
+    backend = "fsdp2"
+    settings: ClassVar[Mapping[str, Any]] = {"sequence_parallel_size": 2, "logit_chunk": 4}
+    only: ClassVar[tuple[str, ...]] = ("accumulation/token_temperatures", "config/ranks", "log_probs/own_positions")
+
+
+@pytest.mark.dist
+class TestFsdp2CopyOnEachRank(EngineConformance):
+    backend = "fsdp2"
+    settings: ClassVar[Mapping[str, Any]] = {"shard_ranks": 1}
+    only: ClassVar[tuple[str, ...]] = ("weights/shard_replicas",)
+
+
+@pytest.mark.dist
+class TestFsdp1CopyOnEachRank(EngineConformance):
+    backend = "fsdp"
+    settings: ClassVar[Mapping[str, Any]] = {"shard_ranks": 1}
+    only: ClassVar[tuple[str, ...]] = ("weights/shard_replicas",)
 
 
 @pytest.mark.dist

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -43,7 +45,15 @@ CONFIGS: dict[str, transformers.PreTrainedConfig] = {
         **TINY, head_dim=8, sliding_window=4, num_local_experts=4, num_experts_per_tok=2
     ),
     "qwen3_moe": transformers.Qwen3MoeConfig(**TINY, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
-}
+    "qwen3_5": transformers.Qwen3_5TextConfig(
+        **TINY,
+        head_dim=8,
+        layer_types=["full_attention"] * 2,
+        rope_parameters={
+            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0, "mrope_section": [2, 1, 1]
+        },
+    ),
+}  # fmt: skip
 
 
 def write_model(folder: Path, kind: str) -> Path:
@@ -77,6 +87,48 @@ def test_log_probs_equal_those_of_each_sequence_alone(
     model = load_reference(folder)
     for sequence, part in zip(sequences, found, strict=True):
         torch.testing.assert_close(part, masked_log_probs(model, sequence), rtol=0, atol=5e-6)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+def test_positions_may_have_several_axes_where_those_of_the_model_have(
+    tmp_path: Path, packing: bool, on_ranks: OnRanks
+) -> None:
+    folder = write_model(tmp_path / "axes", "qwen3_5")
+    random = np.random.default_rng(4)
+    sequences = [
+        dataclasses.replace(sequence, positions=random.integers(0, 30, (3, len(sequence))))
+        for sequence in make_sequences(5)
+    ]
+    (found,) = on_ranks(log_probs, folder, sequences, packing, world_size=1)
+    model = load_reference(folder)
+    for sequence, part in zip(sequences, found, strict=True):
+        torch.testing.assert_close(part, masked_log_probs(OneRow(model), sequence), rtol=0, atol=5e-6)
+
+
+class OneRow:
+    """Calls a model with positions [axes, 1, L]; the kit's reference gives [1, axes, L]."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(self, position_ids: torch.Tensor, **inputs: Any) -> Any:
+        return self._model(position_ids=position_ids[0].unsqueeze(1), **inputs)
+
+
+def refused_axes(_rank: int, folder: Path) -> str:
+    positions = np.zeros((3, len(make_sequences(1)[0])), np.int64)
+    try:
+        log_probs(0, folder, [dataclasses.replace(make_sequences(1)[0], positions=positions)], packing=True)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.dist
+def test_positions_of_several_axes_are_refused_where_the_model_has_one(tmp_path: Path, on_ranks: OnRanks) -> None:
+    (message,) = on_ranks(refused_axes, write_model(tmp_path / "model", "qwen3"), world_size=1)
+    assert message == "sequences have positions of 3 axes, and those of Qwen3ForCausalLM have one"
 
 
 @pytest.mark.parametrize("content", ["nothing", "garbage"])

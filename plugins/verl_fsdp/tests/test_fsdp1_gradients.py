@@ -11,6 +11,7 @@ import transformers
 
 from plugins.verl_fsdp.tests.gradient_view import look_instead_of_stepping, whole_gradients
 from verl_engine.batch.packed import PackedBatch
+from verl_engine.engine.micro_batch_pass import MicroBatchPass
 from verl_engine.testing.conformance.collectives import ReductionCounter
 from verl_engine.testing.conformance.driver import Driver, differences
 from verl_engine.testing.conformance.reference import (
@@ -144,16 +145,12 @@ def accumulated_and_summed(rank: int, folder: Path, settings: dict[str, Any], nu
         for sequences in driver.share(make_sequences(16), 4)
     ]
     engine.set_training(True)
-    engine.forward_backward(
-        batches, weighted_loss, LOSS_SCALE, 1.0, lambda is_last: driver.host.gradient_sync(engine, is_last)
-    )
+    engine.forward_backward(MicroBatchPass(batches, weighted_loss, engine.gradient_sync, loss_scale=LOSS_SCALE))
     accumulated = whole_gradients(engine)
     summed = {name: torch.zeros_like(gradient) for name, gradient in accumulated.items()}
     for batch in batches:
         engine.zero_grad()
-        engine.forward_backward(
-            [batch], weighted_loss, LOSS_SCALE, 1.0, lambda is_last: driver.host.gradient_sync(engine, is_last)
-        )
+        engine.forward_backward(MicroBatchPass([batch], weighted_loss, engine.gradient_sync, loss_scale=LOSS_SCALE))
         for name, gradient in whole_gradients(engine).items():
             summed[name] += gradient
     return relative_error(accumulated, summed)
@@ -230,16 +227,11 @@ def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(
 
 def local_norms(rank: int, folder: Path) -> tuple[float, int]:
     """Return the norm of a gradient where this rank has not a single entry of what is trained, and how many it has."""
-    driver, engine = build(rank, folder, {})
+    _driver, engine = build(rank, folder, {})
     for name, parameter in engine.parameters.items():
         parameter.requires_grad_(name == "model.embed_tokens.weight")  # the beginning of the root: all on rank 0
-    driver.engine.forward_backward(
-        [PackedBatch.from_sequences(make_sequences(4), engine.device.torch_device)],
-        weighted_loss,
-        1.0,
-        1.0,
-        lambda is_last: driver.host.gradient_sync(engine, is_last),
-    )
+    batch = PackedBatch.from_sequences(make_sequences(4), engine.device.torch_device)
+    engine.forward_backward(MicroBatchPass([batch], weighted_loss, engine.gradient_sync))
     entries = sum(entry.grad.numel() for entry in engine.parameters.values() if entry.grad is not None)
     return float(engine.clip_gradients()), entries
 

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from verl_fsdp.update.grad_norm import clip_gradients, grad_norm, sum_replicated_gradients
+from verl_fsdp.update.grad_norm import clip_gradients, grad_norm
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -152,38 +151,3 @@ def norm_of_16_bits(_rank: int) -> float:
 def test_squares_of_16_bit_gradients_are_added_in_float32(on_ranks: OnRanks) -> None:
     # The square root of 1000 is 31.62; in bfloat16 it would be 31.625.
     assert on_ranks(norm_of_16_bits, world_size=1) == [pytest.approx(1000**0.5, rel=1e-6)]
-
-
-def scores(query_norm: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
-    """A norm's weight on each head's queries, as Qwen3 has it."""
-    normed = heads * heads.square().mean(-1, keepdim=True).rsqrt() * query_norm
-    return normed.softmax(-1).square().sum()
-
-
-def with_heads_split(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm's gradient on this rank, which has two of four heads, before and after."""
-    torch.manual_seed(1)
-    heads = torch.randn(4, 3, 8)
-    weight = torch.nn.Parameter(torch.linspace(0.5, 1.5, 8))
-    bias = torch.nn.Parameter(torch.zeros(1))
-    scores(weight, heads[2 * rank : 2 * rank + 2]).backward()
-    assert weight.grad is not None
-    bias.grad = torch.full_like(bias, float(rank + 1))
-    before = weight.grad.clone()
-    assert dist.group.WORLD is not None
-    sum_replicated_gradients([weight, bias], dist.group.WORLD)
-    assert bias.grad.tolist() == [3.0]
-    return before, weight.grad
-
-
-@pytest.mark.dist
-def test_a_norm_that_is_replicated_over_split_heads_needs_the_sum_over_them(on_ranks: OnRanks) -> None:
-    torch.manual_seed(1)
-    weight = torch.nn.Parameter(torch.linspace(0.5, 1.5, 8))
-    scores(weight, torch.randn(4, 3, 8)).backward()
-    assert weight.grad is not None
-    (before, after), (before_of_other, after_of_other) = on_ranks(with_heads_split)
-    torch.testing.assert_close(after, weight.grad)
-    assert torch.equal(after, after_of_other)
-    assert not torch.allclose(before, weight.grad, rtol=0.1), "each rank alone has the gradient of its own heads"
-    assert not torch.allclose(before_of_other, weight.grad, rtol=0.1)

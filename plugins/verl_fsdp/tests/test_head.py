@@ -9,13 +9,13 @@ import torch
 import transformers
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from core.tests.largest_tensor import LargestTensor
 from verl_engine.batch.packed import PackedBatch
 from verl_engine.contract.errors import ModelError
 from verl_engine.testing.conformance import EngineConformance
 from verl_engine.testing.conformance.driver import Driver
 from verl_engine.testing.conformance.log_probs import sequence_entropy
 from verl_engine.testing.conformance.reference import load_reference, make_sequences, masked_log_probs
-from verl_engine.testing.largest_tensor import LargestTensor
 from verl_engine.testing.tiny_models import tiny_config, write_tiny_model
 from verl_fsdp.config import Fsdp2Config
 from verl_fsdp.forward.head import LanguageHead

@@ -56,7 +56,7 @@ def moved_between_micro_batches(rank: int, folder: Path, settings: dict[str, Any
     batches = [PackedBatch.from_sequences(part, torch.device("cpu")) for part in moved.share(make_sequences(8), 3)]
     for each in (engine, other):
         for index, batch in enumerate(batches):
-            with each.gradient_sync(is_last_micro_batch=index == len(batches) - 1):
+            with each.gradient_sync(index == len(batches) - 1):
                 weighted_loss(each.forward(batch, 1.0), batch)[0].backward()
             if each is engine and index < len(batches) - 1:
                 held = [slot.get() for slot in engine.gradient_slots()]

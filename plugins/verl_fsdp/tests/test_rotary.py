@@ -12,7 +12,7 @@ from verl_engine.contract.errors import ModelError
 from verl_engine.testing.conformance.driver import Driver
 from verl_engine.testing.conformance.reference import load_reference, make_sequences, masked_log_probs
 from verl_engine.testing.tiny_models import tiny_config
-from verl_fsdp.model.rotary import rotary_limit
+from verl_fsdp.model.rotary import PositionUse, rotary_limit
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,6 +36,14 @@ def build(kind: str, **rope: Any) -> transformers.PreTrainedModel:
         torch.manual_seed(0)
         model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config)
     return model
+
+
+def test_own_positions_are_refused_where_a_model_takes_none() -> None:
+    sizes: dict[str, Any] = {"vocab_size": 32, "hidden_size": 32, "n_layer": 1, "n_head": 4}
+    bloom = PositionUse.of(transformers.BloomForCausalLM(transformers.BloomConfig(**sizes)))
+    with pytest.raises(ModelError, match="sequences have positions of their own, and BloomForCausalLM takes none"):
+        bloom.check(torch.zeros(3, dtype=torch.int64))
+    PositionUse.of(build("dynamic")).check(torch.zeros(3, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])

@@ -174,7 +174,7 @@ def held_bytes(rank: int, folder: Path, gradient_sync: str) -> tuple[int, int, i
     found: list[int] = []
     plain = engine.gradient_sync
 
-    def look(*, is_last_micro_batch: bool) -> Any:
+    def look(is_last_micro_batch: bool) -> Any:
         if is_last_micro_batch:
             gradients = [parameter.grad for parameter in engine.parameters.values() if parameter.grad is not None]
             local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]

@@ -23,4 +23,31 @@ class TestPipeline(EngineConformance):
 
     backend = "megatron"
     settings: ClassVar[Mapping[str, Any]] = {"pipeline_parallel_size": 2}
-    only = ("accumulation/all_ranks", "gradient_sync/hook_calls", "optimizer/not_finite", "recovery", "values/gradient")
+    only = (
+        "accumulation/all_ranks",
+        "accumulation/report",
+        "accumulation/token_temperatures",
+        "config/ranks",
+        "gradient_sync/hook_calls",
+        "optimizer/not_finite",
+        "recovery",
+        "values/gradient",
+    )
+
+
+@pytest.mark.dist
+class TestSplitVocabulary(EngineConformance):
+    """Where ranks hold a part of each matrix, and the same norms."""
+
+    backend = "megatron"
+    settings: ClassVar[Mapping[str, Any]] = {"tensor_parallel_size": 2}
+    only = ("accumulation/token_temperatures", "config/ranks", "optimizer/decay_vectors", "weights/shard_replicas")
+
+
+@pytest.mark.nightly
+class TestSplitSequences(EngineConformance):
+    """Where ranks hold a part of each sequence."""
+
+    backend = "megatron"
+    settings: ClassVar[Mapping[str, Any]] = {"context_parallel_size": 2}
+    only = ("accumulation/token_temperatures", "config/ranks")

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from verl_engine.batch.packed import PackedBatch
+from verl_engine.engine.micro_batch_pass import MicroBatchPass
 from verl_megatron_mindspeed.forward.gradient_contexts import PipelineContexts
 
 if TYPE_CHECKING:
@@ -42,7 +44,9 @@ def contexts(events: list[str], num_micro_batches: int) -> PipelineContexts:
         finally:
             events.append(f"leave {is_last}")
 
-    return PipelineContexts(sync, num_micro_batches, [Chunk(events)])
+    batches = [PackedBatch.from_sequences([])] * num_micro_batches
+    given = MicroBatchPass(batches, lambda output, _: (output.log_probs, {}), sync)
+    return PipelineContexts(given, [Chunk(events)])
 
 
 def test_the_last_is_entered_when_the_others_are_left() -> None:

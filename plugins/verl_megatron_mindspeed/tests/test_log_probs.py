@@ -8,18 +8,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from verl_engine.engine.temperature import Temperature, column
 from verl_megatron_mindspeed.forward import log_probs
 from verl_megatron_mindspeed.forward.log_probs import split_log_probs
 
 if TYPE_CHECKING:
+    from verl_engine.engine.linear_log_probs import Entropy
     from verl_engine.testing.rank_pool import RankPool
 
 NUM_ROWS, VOCAB = 5, 11
+EACH = torch.linspace(0.5, 2.0, NUM_ROWS)
 
 
-def plain(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def plain(logits: torch.Tensor, targets: torch.Tensor, temperature: Temperature) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and entropy the simple way."""
-    logp = (logits.double() / temperature).log_softmax(-1)
+    logp = (logits.double() / column(temperature)).log_softmax(-1)
     return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
@@ -43,20 +46,20 @@ def test_two_tokens_worked_out_by_hand() -> None:
 
 
 @pytest.mark.parametrize("block", [1 << 24, 2 * VOCAB])
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("temperature", [1.0, 0.5, EACH], ids=["1", "half", "each"])
+@pytest.mark.parametrize("entropy", ["gradient", "off"])
 def test_values_and_gradients_are_those_of_log_softmax(
-    monkeypatch: pytest.MonkeyPatch, block: int, temperature: float
+    monkeypatch: pytest.MonkeyPatch, block: int, temperature: Temperature, entropy: Entropy
 ) -> None:
     monkeypatch.setattr(log_probs, "_BLOCK_ELEMENTS", block)
     logits, targets, factors = example()
     logits.requires_grad_()
-    found = split_log_probs(logits.clone(), targets, temperature, "gradient")
-    assert found[1] is not None
-    expected = plain(logits, targets, temperature)
+    found = [figure for figure in split_log_probs(logits.clone(), targets, temperature, entropy) if figure is not None]
+    expected = plain(logits, targets, temperature)[: len(found)]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other.float())
-    (gradient,) = torch.autograd.grad((factors[0] * found[0] + factors[1] * found[1]).sum(), logits)
-    (right,) = torch.autograd.grad((factors[0] * expected[0] + factors[1] * expected[1]).sum(), logits)
+    (gradient,) = torch.autograd.grad((factors[: len(found)] * torch.stack(found)).sum(), logits)
+    (right,) = torch.autograd.grad((factors[: len(found)] * torch.stack(expected)).sum(), logits)
     torch.testing.assert_close(gradient, right)
 
 
@@ -92,20 +95,21 @@ def test_the_backward_writes_over_the_logits_and_refuses_to_run_twice() -> None:
         logp.sum().backward()
 
 
+@pytest.mark.parametrize("temperature", [0.5, EACH], ids=["half", "each"])
 @pytest.mark.parametrize("cut", [6, VOCAB])
-def test_two_ranks_that_split_the_vocabulary_find_the_same(ranks: RankPool, cut: int) -> None:
-    ranks.run(check_split, cut)
+def test_two_ranks_that_split_the_vocabulary_find_the_same(ranks: RankPool, cut: int, temperature: Temperature) -> None:
+    ranks.run(check_split, cut, temperature)
 
 
-def check_split(rank: int, cut: int) -> None:
+def check_split(rank: int, cut: int, temperature: Temperature) -> None:
     """Compare, on each rank, its part; the second may have none of the vocabulary."""
     logits, targets, factors = example()
     own = slice(0, cut) if rank == 0 else slice(cut, VOCAB)
     part = logits[:, own].clone().requires_grad_()
-    found = split_log_probs(part.clone(), targets, 0.5, "gradient", first=own.start, group=dist.group.WORLD)
+    found = split_log_probs(part.clone(), targets, temperature, "gradient", first=own.start, group=dist.group.WORLD)
     assert found[1] is not None
     logits.requires_grad_()
-    expected = plain(logits, targets, 0.5)
+    expected = plain(logits, targets, temperature)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other.float())
     (gradient,) = torch.autograd.grad((factors[0] * found[0] + factors[1] * found[1]).sum(), part)

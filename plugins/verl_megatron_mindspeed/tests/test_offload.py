@@ -74,7 +74,7 @@ def _zero_while_away(rank: int, folder: Path) -> float:
     driver = new_driver(folder, rank)
     engine = engine_of(driver)
     buffer = engine.training.chunks[0].buffers[0]
-    with engine.gradient_sync(is_last_micro_batch=False):
+    with engine.gradient_sync(False):
         buffer.grad_data.fill_(1.0)
     engine.move(to_cpu=True, parameters=False, optimizer=False)
     engine.zero_grad()

@@ -164,12 +164,12 @@ def _marks(rank: int, folder: Path) -> list[bool]:
     training = engine_of(new_driver(folder, rank)).training
     group = training.chunks[0].bucket_groups[0]
     found = [group.is_last_microbatch]
-    with training.gradient_sync(is_last_micro_batch=False):
+    with training.gradients.sync(is_last_micro_batch=False):
         found.append(group.is_last_microbatch)
-        with training.gradient_sync(is_last_micro_batch=False):
+        with training.gradients.sync(is_last_micro_batch=False):
             found.append(group.is_last_microbatch)
         found.append(group.is_last_microbatch)
-    with training.gradient_sync(is_last_micro_batch=True):
+    with training.gradients.sync(is_last_micro_batch=True):
         found.append(group.is_last_microbatch)
     return found
 

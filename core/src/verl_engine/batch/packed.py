@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from verl_engine.batch.sequence import Sequence
 from verl_engine.contract.errors import BatchError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +41,19 @@ class PackedBatch:
     input_ids: torch.Tensor
     """[T] int64."""
     position_ids: torch.Tensor
-    """[T] int64; starts again at 0 with each sequence."""
+    """[T] int64, or [axes, T]: the sequences' own positions, or 0, 1, 2 and so on, anew with each sequence."""
     loss_mask: torch.Tensor
     """[T] bool; False on the first token of each sequence."""
     fields: dict[str, torch.Tensor]
-    """Further per-token values by name, each [T] float32."""
+    """Further per-token values by name, each [T] or [T, ...], in the dtype of the sequences' own."""
     lengths: tuple[int, ...]
     """Tokens of each sequence, in the order in which they lie here."""
     order: tuple[int, ...]
     """``order[i]`` is the index, in the list given, of the i-th sequence here."""
     loss_positions: torch.Tensor
     """[number of loss tokens] int64; where ``loss_mask`` is True, found on the host so that no device has to wait."""
+    has_own_positions: bool = False
+    """Whether ``position_ids`` came with the sequences."""
 
     @classmethod
     def from_sequences(cls, sequences: list[Sequence], device: torch.device | str = "cpu") -> PackedBatch:
@@ -57,37 +63,46 @@ class PackedBatch:
         part in every collective.
 
         Raises:
-            BatchError: the sequences do not all have the same fields.
+            BatchError: the sequences do not all have the same fields, of the same shapes and dtypes, and positions of
+                equally many axes.
         """
         if not sequences:
             return cls.from_sequences([Sequence(np.zeros(1, np.int64), np.zeros(1, np.bool_))], device)
-        names = set(sequences[0].fields)
-        for index, sequence in enumerate(sequences):
-            if set(sequence.fields) != names:
-                raise BatchError(
-                    f"sequence {index} has fields {sorted(sequence.fields)}, but sequence 0 has {sorted(names)}"
-                )
+        kinds = [_kind(sequence) for sequence in sequences]
+        for index, kind in enumerate(kinds):
+            if kind != kinds[0]:
+                raise BatchError(f"sequence {index} has {_text(kind)}, but sequence 0 has {_text(kinds[0])}")
+        own_positions = sequences[0].positions is not None
         order = tuple(sorted(range(len(sequences)), key=lambda index: len(sequences[index])))
         laid = [sequences[index] for index in order]
         lengths = tuple(len(sequence) for sequence in laid)
         loss_mask = np.concatenate([sequence.loss_mask for sequence in laid])
         return cls(
             input_ids=torch.from_numpy(np.concatenate([sequence.token_ids for sequence in laid])).to(device),
-            position_ids=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])).to(device),
+            position_ids=torch.from_numpy(np.concatenate([_positions(sequence) for sequence in laid], axis=-1)).to(
+                device
+            ),
             loss_mask=torch.from_numpy(loss_mask).to(device),
             fields={
                 name: torch.from_numpy(np.concatenate([sequence.fields[name] for sequence in laid])).to(device)
-                for name in sorted(names)
+                for name in sorted(sequences[0].fields)
             },
             lengths=lengths,
             order=order,
             loss_positions=torch.from_numpy(np.flatnonzero(loss_mask)).to(device),
+            has_own_positions=own_positions,
         )
 
     @property
     def num_tokens(self) -> int:
         """T."""
         return sum(self.lengths)
+
+    @property
+    def num_loss_sequences(self) -> int:
+        """How many sequences have a loss token; the host waits for the device."""
+        ends = torch.tensor(self.lengths, device=self.loss_positions.device).cumsum(0)
+        return len(torch.searchsorted(ends, self.loss_positions, right=True).unique())
 
     @property
     def segment_runs(self) -> tuple[SegmentRun, ...]:
@@ -104,12 +119,30 @@ class PackedBatch:
         """Split per-token values into one tensor a sequence, in the order of the list given to `from_sequences`.
 
         Args:
-            values: [T], any dtype.
+            values: [T] or [T, ...], any dtype.
         Returns:
-            N views into `values`, each [L].
+            N views into `values`, each [L] or [L, ...].
         """
         parts = values.split(list(self.lengths))
         result: list[torch.Tensor] = [values] * len(parts)
         for place, index in enumerate(self.order):
             result[index] = parts[place]
         return result
+
+
+def _positions(sequence: Sequence) -> npt.NDArray[np.int64]:
+    """Return [L] or [axes, L]."""
+    return np.arange(len(sequence)) if sequence.positions is None else sequence.positions
+
+
+def _kind(sequence: Sequence) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return what must be alike for all sequences of a micro-batch: trailing shape and dtype of each field."""
+    found = {name: (array.shape[1:], str(array.dtype)) for name, array in sequence.fields.items()}
+    if sequence.positions is not None:
+        found["positions of its own"] = (sequence.positions.shape[:-1], "int64")
+    return found
+
+
+def _text(kind: dict[str, tuple[tuple[int, ...], str]]) -> str:
+    fields = [f"{name} {dtype}{list(shape) if shape else ''}" for name, (shape, dtype) in sorted(kind.items())]
+    return f"fields {', '.join(fields)}" if fields else "no fields"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sequence:
-    """Tokens of one sequence with what the loss needs to know of each; every array is of length L.
+    """Tokens of one sequence with what the loss needs to know of each.
 
     A value at index t speaks of token t itself: ``loss_mask[t]`` says whether the prediction of token t, from the
     tokens before it, counts in the loss. The first token is never predicted, so its mask is False.
@@ -24,22 +24,34 @@ class Sequence:
     """[L]; L >= 1."""
     loss_mask: npt.NDArray[np.bool_]
     """[L]."""
-    fields: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
-    """Further per-token values by name, such as ``advantages`` or ``rollout_log_probs``; each [L]."""
+    fields: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """Further per-token values by name, such as ``advantages`` or ``rollout_log_probs``; [L] or [L, ...], of any dtype.
+    ``temperature`` has a meaning of its own: [L], of the distribution that token t was drawn from, in place of the one
+    that a step or an inference is given."""
+    positions: npt.NDArray[np.int64] | None = None
+    """[L], or [axes, L] for a model whose positions have several; by default 0, 1, 2 and so on."""
 
     def __post_init__(self) -> None:
-        """Check lengths and the first token's mask.
+        """Check lengths, temperatures, and the first token's mask.
 
         Raises:
-            BatchError: an array has another length than the tokens, or the first token is in the loss.
+            BatchError: an array has another length than the tokens, the temperature of a loss token is not above 0, or
+                the first token is in the loss.
         """
         length = len(self.token_ids)
         if length == 0:
             raise BatchError("a sequence needs at least one token")
-        arrays: dict[str, npt.NDArray[Any]] = {"loss_mask": self.loss_mask, **self.fields}
-        for name, array in arrays.items():
+        for name, array in self.fields.items():
+            if array.shape[:1] != (length,):
+                raise BatchError(f"{name} has shape {array.shape}, but the sequence has {length} tokens")
+        exact = {"loss_mask": self.loss_mask, "temperature": self.fields.get("temperature", self.loss_mask)}
+        if self.positions is not None:
+            exact["positions, along its last dim,"] = self.positions[0] if self.positions.ndim > 1 else self.positions
+        for name, array in exact.items():
             if array.shape != (length,):
                 raise BatchError(f"{name} has shape {array.shape}, but the sequence has {length} tokens")
+        if "temperature" in self.fields and not (self.fields["temperature"][self.loss_mask] > 0).all():
+            raise BatchError("temperature is not above 0 for every token in the loss")
         if self.loss_mask[0]:
             raise BatchError("loss_mask[0] is True, but nothing comes before the first token to predict it from")
 

@@ -19,6 +19,7 @@ FEATURES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "multi_rank": "runs on more than one data-parallel rank",
         "packed_batches": "runs sequences of all lengths laid end to end, without mixing them",
+        "own_positions": "takes a sequence's own positions in place of 0, 1, 2 and so on",
         "bf16": "computes in bfloat16, with float32 gradient accumulation and master weights",
         "fp16": "computes in float16, with a loss scale that avoids underflow",
         "every_micro_batch_sync": "can reduce gradients at each micro-batch instead of the last one only",

@@ -76,8 +76,10 @@ class EngineConfig(StrictModel):
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Where a falling schedule ends, as a share of the peak."""
     weight_decay: NonNegative = 0.0
-    """Weight decay of the optimizer (AdamW's is decoupled), on parameters of two or more dims only (norms and biases
-    are spared)."""
+    """Weight decay of the optimizer (AdamW's is decoupled), on parameters of two dims or more; ``decay_vectors`` adds
+    the others."""
+    decay_vectors: bool = False
+    """Weight decay on parameters of one dim too: norms and biases. Not by default, as most recipes exclude them."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay of the first and second moment, each in [0, 1)."""
     eps: Positive = 1e-8
@@ -135,6 +137,24 @@ class EngineConfig(StrictModel):
             that split the model.
         """
         return tuple(range(world_size))
+
+    def sequence_ranks(self, world_size: int) -> tuple[int, ...]:
+        """Say which ranks of the world split sequences among them; known before an engine is built.
+
+        Returns:
+            For each rank its index among those that split the tokens of the same sequences; by default 0, as nobody
+            does. Overridden by backends that split sequences.
+        """
+        return (0,) * world_size
+
+    def ranks_with_outputs(self, world_size: int) -> tuple[bool, ...]:
+        """Say which ranks of the world compute outputs and losses; known before an engine is built.
+
+        Returns:
+            For each rank whether the loss is called there; by default everywhere. Elsewhere the loss is never called,
+            and results come from the ranks where it is. Overridden by backends with pipelines.
+        """
+        return (True,) * world_size
 
     def validate_world(self, world_size: int) -> None:
         """Check what needs the number of ranks; overridden by backends that split it.

@@ -1,6 +1,8 @@
 """The hooks: what core asks of an engine backend. A backend's hooks module implements them with ``@hookimpl``.
 
-Each docstring says what the hook does, when and in which process it runs, and how results combine.
+Each docstring says what the hook does, and when and in which process it runs. Only ``engine_create`` is required: the
+core fills in a default for each of the others that a backend does not implement. A hook has exactly one implementation,
+so one that returns None, where something is to be returned, is an error.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ def engine_create(config: EngineConfig, model_folder: Path, role: str) -> Engine
 def engine_gradient_sync(engine: Engine, is_last_micro_batch: bool) -> AbstractContextManager[None]:  # type: ignore[empty-body]
     """Decide whether this micro-batch's backward reduces gradients over the data-parallel ranks.
 
-    When and where: the context encloses the forward AND the backward of one micro-batch. Required.
+    When and where: the context encloses the forward AND the backward of one micro-batch. Optional; by default
+    `Engine.gradient_sync`.
 
     Args:
         engine: what ``engine_create`` returned.
@@ -64,14 +67,16 @@ def engine_gradient_sync(engine: Engine, is_last_micro_batch: bool) -> AbstractC
 
 
 @hookspec(firstresult=True)
-def engine_optimizer_step(engine: Engine) -> OptimizerStep:  # type: ignore[empty-body]
+def engine_optimizer_step(engine: Engine, learning_rate: float | None) -> OptimizerStep:  # type: ignore[empty-body]
     """Clip the accumulated gradient, step the optimizer and the schedule, zero the gradient.
 
-    When and where: after the last micro-batch. Required. If the norm is not finite on any rank, every rank skips:
-    weights, optimizer state and schedule stay as they were, and ``applied`` is False.
+    When and where: after the last micro-batch. Optional; by default `Engine.optimizer_step`. If the norm is not finite
+    on any rank, every rank skips: weights, optimizer state and schedule stay as they were, and ``applied`` is False.
 
     Args:
         engine: what ``engine_create`` returned.
+        learning_rate: used as it is, for this step; None for the schedule's rate. The schedule goes on by one step in
+            either case.
     Returns:
         What the step did; equal on every rank.
     Collectives: all-reduces of the squared norm.
@@ -82,7 +87,8 @@ def engine_optimizer_step(engine: Engine) -> OptimizerStep:  # type: ignore[empt
 def engine_copy_weights_to_cpu(engine: Engine, snapshot: WeightSnapshot) -> WeightSnapshot:  # type: ignore[empty-body]
     """Copy this rank's weights into storage that nothing else uses.
 
-    When and where: between optimizer steps, on every rank. Required, unless the backend declares the gap ``snapshots``.
+    When and where: between optimizer steps, on every rank. Optional; by default the snapshot stores
+    `Engine.local_weights`.
 
     Args:
         engine: what ``engine_create`` returned.
@@ -97,9 +103,10 @@ def engine_copy_weights_to_cpu(engine: Engine, snapshot: WeightSnapshot) -> Weig
 
 @hookspec(firstresult=True)
 def engine_restore_weights_from_cpu(engine: Engine, snapshot: WeightSnapshot) -> bool:  # type: ignore[empty-body]
-    """Put the weights of a snapshot back in force; optimizer and schedule stay as they are.
+    """Make the weights of a snapshot the current ones again; optimizer and schedule stay as they are.
 
-    When and where: between optimizer steps, on every rank. Required, unless the backend declares the gap ``snapshots``.
+    When and where: between optimizer steps, on every rank. Optional; by default the snapshot is copied into
+    `Engine.local_weights`.
 
     Args:
         engine: what ``engine_create`` returned.

@@ -6,49 +6,29 @@ Shape legend: T tokens of a micro-batch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from verl_engine.contract.errors import UnsupportedError
+from verl_engine.engine.data_parallel import DataParallel
+from verl_engine.engine.micro_batch_pass import LossFn, MicroBatchPass
 from verl_engine.engine.token_output import TokenOutput
 
-__all__ = ["DataParallel", "Engine", "LossFn", "TokenOutput", "WeightShard", "WeightSpec"]
+__all__ = ["DataParallel", "Engine", "LossFn", "MicroBatchPass", "TokenOutput", "WeightShard", "WeightSpec"]
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    import torch.distributed as dist
+    import torch
 
     from verl_engine.batch.packed import PackedBatch
     from verl_engine.contract.engine_config import EngineConfig
+    from verl_engine.contract.optimizer_step import OptimizerStep
     from verl_engine.engine.device import Device
-
-
-class LossFn(Protocol):
-    """A loss; picklable, since it travels to the ranks."""
-
-    def __call__(self, output: TokenOutput, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Compute the loss of one micro-batch.
-
-        Returns:
-            The SUM over the micro-batch's loss tokens (scalar float32, with gradient through ``output``), and metrics
-            by name, each a SUM over the same tokens (scalars, no gradient). Core divides all of them by the number of
-            loss tokens of the whole global batch.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class DataParallel:
-    """This rank's place among those that hold different data."""
-
-    rank: int
-    size: int
-    group: dist.ProcessGroup | None
-    """None only where there is a single rank and no process group."""
+    from verl_engine.engine.temperature import Temperature
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +53,10 @@ class WeightShard:
     """Where the part begins in that view, one number a dim."""
     tensor: torch.Tensor
     """The part, detached, maybe empty; with as many dims as the view. Live: copy it to keep it."""
+    replicas: tuple[int, ...] = ()
+    """The ranks of the world that hold this same shard, this one among them, ascending; ``()`` where no other does."""
+    is_replica: bool = False
+    """Whether a lower rank holds it too: who wants each shard once leaves this one out."""
 
 
 class Engine(ABC):
@@ -88,9 +72,12 @@ class Engine(ABC):
     """Changes whenever the weights do; see `note_weights_changed`."""
 
     @abstractmethod
-    def forward(self, batch: PackedBatch, temperature: float) -> TokenOutput:
+    def forward(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
         """Run the model on one micro-batch.
 
+        Args:
+            batch: on the device.
+            temperature: divides the logits before the softmax: a number, or [T] float32, one for each token.
         Collectives: those of the model's parallelism; so each rank must run the same number of forwards.
         """
 
@@ -108,6 +95,32 @@ class Engine(ABC):
     @abstractmethod
     def weight_specs(self) -> list[WeightSpec]:
         """List what `full_weights` exports, in its order; tied weights once. No collectives."""
+
+    def gradient_sync(self, is_last_micro_batch: bool) -> AbstractContextManager[None]:  # noqa: ARG002 - for overriding
+        """Return the context of one micro-batch; see ``engine_gradient_sync``. A single rank has nothing to do.
+
+        Raises:
+            UnsupportedError: there are several ranks, and it is not overridden.
+        """
+        if self.data_parallel.size > 1:
+            raise self._unsupported("multi_rank")
+        return nullcontext()
+
+    def optimizer_step(self, learning_rate: float | None = None) -> OptimizerStep:
+        """Clip, step and zero the gradient; see ``engine_optimizer_step``.
+
+        Args:
+            learning_rate: used as it is; None for the schedule's.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must override optimizer_step")
+
+    def local_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what a snapshot holds, live: this rank's shards of what may change, and all buffers, by any names.
+
+        What may change is what is trained; of a forward-only engine it is everything, by an import of weights. Feature
+        ``snapshots``. No collectives.
+        """
+        raise self._unsupported("snapshots")
 
     def held_dtypes(self, dtype: torch.dtype) -> Mapping[str, torch.dtype]:  # noqa: ARG002 - for overriding
         """Name the weights that a copy of the model loaded in a narrow dtype holds in another one, such as float32.
@@ -205,28 +218,19 @@ class Engine(ABC):
             "BackendSpec must declare the gap"
         )
 
-    def forward_backward(
-        self,
-        micro_batches: Sequence[PackedBatch],
-        loss_fn: LossFn,
-        loss_scale: float,
-        temperature: float,
-        gradient_sync: Callable[[bool], AbstractContextManager[None]],
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Accumulate the gradient of ``loss_scale`` times the summed loss over all micro-batches.
+    def forward_backward(self, run: MicroBatchPass) -> None:
+        """Accumulate the gradient of the scaled loss over all micro-batches; results go to ``run.totals``.
 
-        A backend whose schedule interleaves micro-batches overrides it, and still enters `gradient_sync` around each.
-
-        Returns:
-            The summed, unscaled loss and the summed metrics of this rank, without gradient.
+        A backend whose schedule interleaves micro-batches overrides it, still enters the context of each, and calls
+        ``run.loss`` once for each micro-batch.
         """
-        total = torch.zeros((), device=self.device.torch_device)
-        sums: dict[str, torch.Tensor] = {}
-        for index, batch in enumerate(micro_batches):
-            with gradient_sync(index == len(micro_batches) - 1):
-                loss, metrics = loss_fn(self.forward(batch, temperature), batch)
-                (loss * loss_scale).backward()
-            total += loss.detach()
-            for name, value in metrics.items():
-                sums[name] = sums.get(name, torch.zeros_like(total)) + value.detach()
-        return total, sums
+        for batch, sync in run:
+            with sync:
+                self.backward(run.loss(self.forward(batch, run.temperature(batch)), batch) * run.loss_scale)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradient of one micro-batch's scaled loss to what is accumulated.
+
+        For overriding; not called where a schedule of the backend's own runs the backward.
+        """
+        loss.backward()

@@ -21,8 +21,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
+from verl_engine.engine.temperature import divide_, rows_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from verl_engine.engine.temperature import Temperature
 
 Entropy = Literal["off", "value", "gradient"]
 """Whether entropy is computed: not at all, without gradient, or with one."""
@@ -34,7 +38,7 @@ def linear_log_probs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
-    temperature: float = 1.0,
+    temperature: Temperature = 1.0,
     bias: torch.Tensor | None = None,
     *,
     chunk: int = 256,
@@ -49,7 +53,7 @@ def linear_log_probs(
         hidden: [M, H], any float dtype; M may be 0.
         weight: [V, H], of the same dtype.
         targets: [M] int64.
-        temperature: above 0.
+        temperature: above 0; a number, or [M] float32, one for each target.
         bias: [V], of the same dtype.
         chunk: tokens whose logits exist at a time.
         entropy: ``off``, ``value`` (no gradient) or ``gradient``.
@@ -71,18 +75,18 @@ class _LinearLogProbs(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         targets: torch.Tensor,
-        temperature: float,
+        temperature: Temperature,
         bias: torch.Tensor | None,
         chunk: int,
         entropy: Entropy,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num_tokens = hidden.shape[0]
-        logits = _Logits(min(chunk, num_tokens) * weight.shape[0], hidden, temperature, needs_spare=entropy != "off")
+        logits = _Logits(min(chunk, num_tokens) * weight.shape[0], hidden, needs_spare=entropy != "off")
         highest_M, log_sum_M, logp_M, entropy_M = (hidden.new_empty(num_tokens, dtype=logits.dtype) for _ in range(4))
         kept_MV = None  # exp(z less its highest), where that is the one chunk there is
         for start in range(0, num_tokens, chunk):
             own = slice(start, start + chunk)
-            z_CV = logits.of(hidden[own], weight, bias)
+            z_CV = divide_(logits.of(hidden[own], weight, bias), rows_of(temperature, own))
             target_C = z_CV.gather(1, targets[own, None])[:, 0]
             highest_C = z_CV.amax(1)
             mean_C = None
@@ -115,7 +119,7 @@ class _LinearLogProbs(torch.autograd.Function):
         num_tokens = hidden.shape[0]
         width = _part_width(weight.shape[0], num_tokens, ctx.chunk)
         has_entropy = ctx.entropy == "gradient"
-        logits = _Logits(num_tokens * width, hidden, ctx.temperature, needs_spare=has_entropy)
+        logits = _Logits(num_tokens * width, hidden, needs_spare=has_entropy)
         d_hidden = torch.zeros_like(hidden, dtype=logits.dtype) if needs_hidden else None
         empty_like = torch.empty_like if num_tokens else torch.zeros_like  # without tokens nothing is written below
         d_weight = empty_like(weight) if needs_weight else None
@@ -126,6 +130,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 d_Mv = torch.mul(kept_MV, factor_M[:, None], out=logits.room(kept_MV))
             else:
                 z_Mv = logits.of(hidden, weight[part], None if bias is None else bias[part])
+                z_Mv = divide_(z_Mv, ctx.temperature)
                 logp_Mv = z_Mv.sub_(highest_M[:, None]).sub_(log_sum_M[:, None])
                 if has_entropy:
                     factor_Mv = torch.mul(logp_Mv, -d_entropy_M[:, None], out=logits.spare(logp_Mv))
@@ -152,15 +157,14 @@ class _LinearLogProbs(torch.autograd.Function):
 class _Logits:
     """Room for some logits, used again and again: fresh memory costs as much time as the product."""
 
-    def __init__(self, size: int, hidden: torch.Tensor, temperature: float, *, needs_spare: bool) -> None:
+    def __init__(self, size: int, hidden: torch.Tensor, *, needs_spare: bool) -> None:
         self.dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         self._wide = hidden.new_empty(size, dtype=self.dtype)
         self._narrow = self._wide if hidden.dtype == self.dtype else hidden.new_empty(size)
         self._spare = torch.empty_like(self._wide) if needs_spare else self._wide[:0]
-        self._temperature = temperature
 
     def of(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return (hidden @ weight.T + bias) / temperature, overwriting what was returned before."""
+        """Return hidden @ weight.T + bias, overwriting what was returned before."""
         size = hidden.shape[0] * weight.shape[0]
         product = self._narrow[:size].view(hidden.shape[0], weight.shape[0])
         if bias is None:
@@ -170,7 +174,7 @@ class _Logits:
         found = self._wide[:size].view_as(product)
         if found.dtype != product.dtype:
             found.copy_(product)
-        return found if self._temperature == 1.0 else found.div_(self._temperature)
+        return found
 
     def room(self, like: torch.Tensor) -> torch.Tensor:
         """Return what `of` fills, in a shape."""

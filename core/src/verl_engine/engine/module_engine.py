@@ -29,13 +29,11 @@ from verl_engine.engine.weights.module_weights import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from verl_engine.batch.packed import PackedBatch
     from verl_engine.contract.engine_config import EngineConfig
-    from verl_engine.engine.base import LossFn, WeightShard, WeightSpec
+    from verl_engine.engine.base import WeightShard, WeightSpec
     from verl_engine.engine.checkpoints.module import Stateful
     from verl_engine.engine.device import Device
     from verl_engine.engine.loss_scaler import LossScaler
@@ -114,30 +112,27 @@ class ModuleEngine(Engine):
         Collectives: whatever a norm over all ranks takes.
         """
 
-    def optimizer_step(self) -> OptimizerStep:
-        """Clip and step, or skip when the norm is not finite; see ``engine_optimizer_step``."""
-        # Not the rate of a parameter group: those may have factors of their own.
-        learning_rate = self.config.learning_rate * lr_multiplier(self.config, self.schedule.last_epoch)
+    def optimizer_step(self, learning_rate: float | None = None) -> OptimizerStep:
+        """Clip and step, or skip when the norm is not finite; see ``engine_optimizer_step``.
+
+        A given rate replaces the config's in each parameter group; factors of groups stay.
+        """
+        if learning_rate is None:
+            learning_rate = self.config.learning_rate * lr_multiplier(self.config, self.schedule.last_epoch)
         norm = float(self.clip_gradients())
         applied = math.isfinite(norm)
         if applied:
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate * (group["initial_lr"] / self.config.learning_rate)
             self.optimizer.step()
             self.schedule.step()
         self.drop_gradients()
         is_scale_lower = self.loss_scaler is not None and self.loss_scaler.update(is_finite=applied)
         return OptimizerStep(norm, applied, learning_rate, overflow=is_scale_lower)
 
-    def forward_backward(
-        self,
-        micro_batches: Sequence[PackedBatch],
-        loss_fn: LossFn,
-        loss_scale: float,
-        temperature: float,
-        gradient_sync: Callable[[bool], AbstractContextManager[None]],
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Accumulate the gradient, times the scale of the `loss_scaler` where there is one; see the base class."""
-        scale = loss_scale * (1.0 if self.loss_scaler is None else self.loss_scaler.scale)
-        return super().forward_backward(micro_batches, loss_fn, scale, temperature, gradient_sync)
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run the backward, times the scale of the `loss_scaler` where there is one; see the base class."""
+        super().backward(loss if self.loss_scaler is None else loss * self.loss_scaler.scale)
 
     def drop_gradients(self) -> None:
         """Forget the gradients after a step."""
@@ -155,16 +150,17 @@ class ModuleEngine(Engine):
         set_train_mode(self.module, training=training, dropout=self.config.dropout == "model")
 
     def local_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what a snapshot holds: this rank's live shards of what may change, and all buffers.
-
-        What may change is what is trained; of a forward-only engine it is everything, by an import of weights.
-        """
+        """Yield what a snapshot holds; see the base class."""
         changing = (
             (name, parameter)
             for name, parameter in self.parameters.items()
             if parameter.requires_grad or self.config.forward_only
         )
-        return local_tensors((*changing, *self.module.named_buffers()))
+        return local_tensors((*changing, *self.buffers()))
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield all buffers, live; overridden where their names differ from the model's."""
+        return self.module.named_buffers()
 
     def exported(self) -> dict[str, Exported]:
         """Say what each exported weight is made of, by name; overridden where names differ or adapters add to it."""
@@ -265,11 +261,12 @@ def _configured_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any
 
 
 def adamw(parameters: dict[str, torch.nn.Parameter], config: EngineConfig, device: Device) -> torch.optim.AdamW:
-    """Build AdamW; vectors (norms and biases) are spared weight decay."""
+    """Build AdamW as configured."""
     trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
+    on_vectors = config.weight_decay if config.decay_vectors else 0.0
     groups = [
         {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [parameter for parameter in trained if parameter.ndim <= 1], "weight_decay": 0.0},
+        {"params": [parameter for parameter in trained if parameter.ndim <= 1], "weight_decay": on_vectors},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],

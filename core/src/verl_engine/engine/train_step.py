@@ -1,27 +1,33 @@
 """One optimizer step over a global batch: the accumulation contract, once for all backends.
 
-The loss function returns the SUM over tokens of a micro-batch. The number of loss tokens is counted once, over all
-micro-batches and all data-parallel ranks. So the gradient equals d(sum / num_tokens) of the global batch, however it is
-split.
+The loss function returns the SUM over tokens of a micro-batch. What it is divided by, the normaliser, is one number for
+the whole global batch: by default its loss tokens, counted once over all micro-batches and all data-parallel ranks. So
+the gradient equals d(sum / normaliser) of the global batch, however it is split.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from verl_engine.contract.errors import BatchError
+from verl_engine.contract.errors import BatchError, ConfigError
+from verl_engine.engine.micro_batch_pass import MicroBatchPass
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from verl_engine.batch.packed import PackedBatch
     from verl_engine.contract.optimizer_step import OptimizerStep
-    from verl_engine.engine.base import DataParallel, Engine, LossFn
+    from verl_engine.engine.base import Engine, LossFn
     from verl_engine.host.backend_host import BackendHost
+
+
+Normalizer = Literal["tokens", "sequences"] | float
+"""What the sums of a global batch are divided by: its loss tokens, its sequences with loss tokens, or a constant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +35,10 @@ class StepReport:
     """What a training step did; equal on every data-parallel rank."""
 
     loss: float
-    """Mean over the global batch's loss tokens."""
+    """The global batch's sum over the normaliser: by default the mean over its loss tokens."""
     metrics: dict[str, float]
-    """The loss function's metrics, each the mean over the same tokens. `EngineWorker` adds the figures of observers,
-    which are those of its own rank."""
+    """The loss function's metrics, each reduced as it says; plain ones as the loss is. `EngineWorker` adds those of
+    observers, which are of its own rank."""
     num_loss_tokens: int
     num_tokens: int
     """All tokens that went through the model, on all ranks."""
@@ -42,7 +48,14 @@ class StepReport:
 
 
 def train_step(
-    host: BackendHost, engine: Engine, micro_batches: Sequence[PackedBatch], loss_fn: LossFn, temperature: float = 1.0
+    host: BackendHost,
+    engine: Engine,
+    micro_batches: Sequence[PackedBatch],
+    loss_fn: LossFn,
+    temperature: float = 1.0,
+    *,
+    normalizer: Normalizer = "tokens",
+    learning_rate: float | None = None,
 ) -> StepReport:
     """Compute the gradient of a global batch and step the optimizer.
 
@@ -51,59 +64,86 @@ def train_step(
         engine: in train mode when it returns.
         micro_batches: this rank's; every rank brings the same number, at least one.
         loss_fn: see `LossFn`; the same on every rank.
-        temperature: divides the logits before the softmax.
+        temperature: divides the logits before the softmax; sequences with a field ``temperature`` have their own.
+        normalizer: what the global batch's sums are divided by; the same on every rank.
+        learning_rate: of this step, used as it is; by default the schedule's.
     Raises:
+        ConfigError: the learning rate is no number of 0 or more, or the normaliser none above 0.
         BatchError: the ranks bring different numbers of micro-batches, or no token is in the loss.
+        UnsupportedError: sequences have own positions, and the backend declares that gap.
         Exception: whatever the model or the loss raises; the gradient is forgotten first, so the next step is right.
-    Collectives: over the data-parallel group one all-reduce of counts and one of the loss, besides the backend's own.
+    Collectives: over the data-parallel group one all-reduce of counts and one or two of the results, besides the
+        backend's own.
     """
-    num_loss_tokens, num_tokens = _count(engine, micro_batches)
+    if learning_rate is not None and not 0 <= learning_rate < math.inf:
+        raise ConfigError(f"learning_rate={learning_rate} of a step must be a number of 0 or more")
+    require_positions(host, micro_batches)
+    counts = _count(engine, micro_batches, normalizer)
     engine.set_training(True)
+    run = MicroBatchPass(
+        micro_batches,
+        loss_fn,
+        lambda is_last: host.gradient_sync(engine, is_last),
+        loss_scale=engine.gradient_divisor / counts.normalizer,
+        temperature=temperature,
+    )
     try:
-        loss, metrics = engine.forward_backward(
-            micro_batches,
-            loss_fn,
-            engine.gradient_divisor / num_loss_tokens,
-            temperature,
-            lambda is_last: host.gradient_sync(engine, is_last),
-        )
+        engine.forward_backward(run)
     except BaseException:
         engine.zero_grad()
         raise
-    step = host.optimizer_step(engine)
+    step = host.optimizer_step(engine, learning_rate)
     if step.applied:
         engine.note_weights_changed()
-    names = sorted(metrics)
-    means = _sum_over_ranks(engine.data_parallel, torch.stack([loss, *(metrics[name] for name in names)])).div(
-        num_loss_tokens
-    )
-    mean_loss, *mean_metrics = means.tolist()
+    loss, metrics = run.totals.reduced(engine.data_parallel, counts.normalizer)
     return StepReport(
-        loss=mean_loss,
-        metrics=dict(zip(names, mean_metrics, strict=True)),
-        num_loss_tokens=num_loss_tokens,
-        num_tokens=num_tokens,
+        loss=loss,
+        metrics=metrics,
+        num_loss_tokens=counts.loss_tokens,
+        num_tokens=counts.tokens,
         num_micro_batches=len(micro_batches),
         optimizer=step,
     )
 
 
-def _count(engine: Engine, micro_batches: Sequence[PackedBatch]) -> tuple[int, int]:
+def require_positions(host: BackendHost, micro_batches: Sequence[PackedBatch]) -> None:
+    """Refuse sequences with own positions where the backend would not use them.
+
+    Raises:
+        UnsupportedError: the backend declares the gap.
+    """
+    if any(batch.has_own_positions for batch in micro_batches):
+        host.require("own_positions")
+
+
+class _Counts(NamedTuple):
+    """Of the global batch."""
+
+    loss_tokens: int
+    tokens: int
+    normalizer: float
+
+
+def _count(engine: Engine, micro_batches: Sequence[PackedBatch], normalizer: Normalizer) -> _Counts:
     """Count loss tokens and tokens over all ranks, and check that the ranks agree on the number of micro-batches.
 
     Ranks with different numbers of forwards would wait for each other for ever: a sum of squares tells in the same
     all-reduce whether all are equal (n * sum of squares = square of the sum holds only then).
     """
     own = len(micro_batches)
+    by_sequences = normalizer == "sequences"
     local = [
         sum(batch.loss_positions.numel() for batch in micro_batches),
         sum(batch.num_tokens for batch in micro_batches),
+        sum(batch.num_loss_sequences for batch in micro_batches) if by_sequences else 0,
         own,
         own * own,
     ]
     counts = torch.tensor(local, dtype=torch.int64, device=engine.device.torch_device)
-    num_loss_tokens, num_tokens, total, squares = _sum_over_ranks(engine.data_parallel, counts).tolist()
     size, rank = engine.data_parallel.size, engine.data_parallel.rank
+    if size > 1:
+        dist.all_reduce(counts, group=engine.data_parallel.group)
+    num_loss_tokens, num_tokens, num_sequences, total, squares = counts.tolist()
     if size * squares != total * total or own == 0:
         raise BatchError(
             f"rank {rank} brings {own} micro-batches, all {size} ranks together {total}; every rank must bring the "
@@ -113,11 +153,8 @@ def _count(engine: Engine, micro_batches: Sequence[PackedBatch]) -> tuple[int, i
         raise BatchError(
             "no token of the global batch is in the loss (loss_mask is False everywhere); nothing to learn"
         )
-    return num_loss_tokens, num_tokens
-
-
-def _sum_over_ranks(data_parallel: DataParallel, values: torch.Tensor) -> torch.Tensor:
-    """All-reduce in place, where there is more than one rank."""
-    if data_parallel.size > 1:
-        dist.all_reduce(values, group=data_parallel.group)
-    return values
+    if not isinstance(normalizer, str):
+        if not 0 < normalizer < math.inf:
+            raise ConfigError(f"normalizer={normalizer} of a step must be tokens, sequences or a number above 0")
+        return _Counts(num_loss_tokens, num_tokens, normalizer)
+    return _Counts(num_loss_tokens, num_tokens, num_sequences if by_sequences else num_loss_tokens)

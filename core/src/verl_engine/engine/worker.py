@@ -15,10 +15,12 @@ import torch
 from verl_engine.batch.packed import PackedBatch
 from verl_engine.contract.errors import ConfigError, PluginError, TrainingDivergedError, UnsupportedError
 from verl_engine.engine.checkpoints.store import CheckpointInfo, CheckpointStore
+from verl_engine.engine.completeness import require_complete
 from verl_engine.engine.device import Device
 from verl_engine.engine.process_group import join_process_group, leave_process_group
 from verl_engine.engine.snapshots.manager import Snapshots
-from verl_engine.engine.train_step import StepReport, train_step
+from verl_engine.engine.temperature import temperature_of
+from verl_engine.engine.train_step import StepReport, require_positions, train_step
 from verl_engine.engine.weights.bucket import WeightBucket, plan_buckets, write_bucket
 from verl_engine.host.backend_host import BackendHost
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from verl_engine.contract.engine_config import EngineConfig
     from verl_engine.engine.base import DataParallel, Engine, LossFn
     from verl_engine.engine.snapshots.shared import SnapshotHandle
+    from verl_engine.engine.train_step import Normalizer
 
 
 class EngineWorker:
@@ -80,10 +83,12 @@ class EngineWorker:
 
         Raises:
             ConfigError: the ranks cannot be divided as configured.
-            PluginError: the engine takes another share of the data than its config gives this rank.
+            PluginError: the engine lacks methods that its backend does not say it lacks, or takes another share of the
+                data than its config gives this rank.
         """
         self._config.validate_world(self._world_size)
         engine = self._host.create(self._config, self._model_folder, role)
+        require_complete(engine, self._host, self._world_size)
         self._check_share(engine.data_parallel)
         self._engine = engine
 
@@ -107,7 +112,13 @@ class EngineWorker:
         return self._engine
 
     def train_batch(
-        self, micro_batches: SequenceOf[list[Sequence]], loss_fn: LossFn, temperature: float = 1.0
+        self,
+        micro_batches: SequenceOf[list[Sequence]],
+        loss_fn: LossFn,
+        temperature: float = 1.0,
+        *,
+        normalizer: Normalizer = "tokens",
+        learning_rate: float | None = None,
     ) -> StepReport:
         """Make one optimizer step over this rank's micro-batches; see `train_step`.
 
@@ -119,7 +130,9 @@ class EngineWorker:
             raise UnsupportedError("engine.forward_only=true: this engine has no optimizer and cannot train")
         device = self.engine.device.torch_device
         packed = [PackedBatch.from_sequences(sequences, device) for sequences in micro_batches]
-        report = train_step(self._host, self.engine, packed, loss_fn, temperature)
+        report = train_step(
+            self._host, self.engine, packed, loss_fn, temperature, normalizer=normalizer, learning_rate=learning_rate
+        )
         report = dataclasses.replace(report, metrics=report.metrics | self._host.metrics())
         if report.optimizer.applied:
             self._skipped_in_a_row = 0
@@ -146,7 +159,7 @@ class EngineWorker:
 
         Args:
             micro_batches: this rank's; every rank brings the same number.
-            temperature: divides the logits before the softmax.
+            temperature: divides the logits before the softmax; sequences with a field ``temperature`` have their own.
             disable_adapter: run the model without its LoRA adapter, as the reference policy it started from.
             tag: compute under the weights that `save_model_to_cpu` kept under it, such as those of an older policy;
                 those in force come back. See `Snapshots.swapped`.
@@ -164,17 +177,18 @@ class EngineWorker:
         ):
             for sequences in micro_batches:
                 batch = PackedBatch.from_sequences(sequences, engine.device.torch_device)
-                output = engine.forward(batch, temperature)
+                require_positions(self._host, [batch])
+                output = engine.forward(batch, temperature_of(batch, temperature))
                 figures = (output.values if self._config.head == "value" else output.log_probs).cpu()
                 results.append([part.numpy().copy() for part in batch.unpack(figures)][: len(sequences)])
         return results
 
     def save_model_to_cpu(self, tag: int | str, version: int = 0) -> None:
-        """Keep the weights in force aside under a tag; see `Snapshots.save`."""
+        """Save a snapshot of the current weights under a tag; see `Snapshots.save`."""
         self._snapshots_of_engine().save(str(tag), version)
 
     def restore_model_from_cpu(self, tag: int | str) -> None:
-        """Put the weights of a tag back in force; see `Snapshots.restore`."""
+        """Make the weights of a tag the current ones again; see `Snapshots.restore`."""
         self._snapshots_of_engine().restore(str(tag))
 
     def clear_cpu_model(self, tag: int | str) -> None:

@@ -51,7 +51,8 @@ class BackendHost:
         self._observers = tuple(observers)
         record_imports(spec.must_precede)
         manager = new_manager()
-        register_backend(manager, backend, spec, label)
+        self.default_hooks = register_backend(manager, backend, spec, label)
+        """Names of the hooks that the core fills in, as the backend does not implement them."""
         self._watches: list[ResultWatch] = []
         for observer in observers:
             self._watches.append(ResultWatch(manager))
@@ -59,7 +60,7 @@ class BackendHost:
         self._prepare_process = manager.hook.engine_prepare_process
         self._create = manager.hook.engine_create
         self._gradient_sync = positional_call(manager.hook.engine_gradient_sync, ("engine", "is_last_micro_batch"))
-        self._optimizer_step = positional_call(manager.hook.engine_optimizer_step, ("engine",))
+        self._optimizer_step = positional_call(manager.hook.engine_optimizer_step, ("engine", "learning_rate"))
         self._copy_weights_to_cpu = manager.hook.engine_copy_weights_to_cpu
         self._restore_weights_from_cpu = manager.hook.engine_restore_weights_from_cpu
 
@@ -147,9 +148,14 @@ class BackendHost:
             self._require_result("engine_gradient_sync", context, "a context manager", is_right=False)
         return context
 
-    def optimizer_step(self, engine: Engine) -> OptimizerStep:
-        """Clip, step and zero the gradient; every rank calls it."""
-        step: OptimizerStep = self._optimizer_step(engine)
+    def optimizer_step(self, engine: Engine, learning_rate: float | None = None) -> OptimizerStep:
+        """Clip, step and zero the gradient; every rank calls it.
+
+        Args:
+            engine: of this backend.
+            learning_rate: used as it is; None for the schedule's.
+        """
+        step: OptimizerStep = self._optimizer_step(engine, learning_rate)
         self._require_result("engine_optimizer_step", step, "an OptimizerStep")
         return step
 

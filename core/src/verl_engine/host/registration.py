@@ -5,13 +5,15 @@ from __future__ import annotations
 import difflib
 import inspect
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pluggy
 
 from verl_engine.contract import hookspecs
 from verl_engine.contract.errors import HookError
 from verl_engine.contract.names import PROJECT_NAME
+from verl_engine.host.default_hooks import DEFAULT_HOOKS
 from verl_engine.host.observers import check_only_wraps
 
 if TYPE_CHECKING:
@@ -19,10 +21,6 @@ if TYPE_CHECKING:
 
     from verl_engine.contract.backend import BackendSpec
     from verl_engine.host.observers import Observer
-
-REQUIRED_HOOKS: Final = ("engine_create", "engine_gradient_sync", "engine_optimizer_step")
-SNAPSHOT_HOOKS: Final = ("engine_copy_weights_to_cpu", "engine_restore_weights_from_cpu")
-"""Required unless the backend declares the gap ``snapshots``."""
 
 
 def new_manager() -> pluggy.PluginManager:
@@ -32,20 +30,44 @@ def new_manager() -> pluggy.PluginManager:
     return manager
 
 
-def register_backend(manager: pluggy.PluginManager, backend: object, spec: BackendSpec, label: str) -> None:
-    """Register a backend.
+def register_backend(manager: pluggy.PluginManager, backend: object, spec: BackendSpec, label: str) -> frozenset[str]:
+    """Register a backend, and the core's default for each hook that has one and that the backend does not implement.
 
+    Returns:
+        The hooks that have their default.
     Raises:
-        HookError: a hook does not exist or fit, or a required one is missing. The manager is as it was.
+        HookError: a hook does not exist or fit, ``engine_create`` is missing, or a hook has two implementations. The
+            manager is as it was.
     """
-    required = REQUIRED_HOOKS if "snapshots" in spec.capabilities.gaps else REQUIRED_HOOKS + SNAPSHOT_HOOKS
     with _registered(manager, backend, spec.name, label):
-        missing = [hook for hook in required if not getattr(manager.hook, hook).get_hookimpls()]
-        if missing:
-            unmarked = [hook for hook in missing if hasattr(backend, hook)]
-            advice = f"; {', '.join(unmarked)} lacks the @hookimpl decorator" if unmarked else ""
-            gap = "; or declare the gap 'snapshots' in SPEC.capabilities" if {*missing} & {*SNAPSHOT_HOOKS} else ""
-            raise HookError(f"{label} lacks required hooks: {', '.join(missing)}{advice}{gap}")
+        hooks = dict(_relays(manager))
+        unmarked = [
+            name for name in hooks if not hooks[name].get_hookimpls() and getattr(backend, name, None) is not None
+        ]
+        if unmarked:
+            raise HookError(f"{label}: {', '.join(unmarked)} lacks the @hookimpl decorator, and would not be called")
+        own = {name: _implementations(relay) for name, relay in hooks.items()}
+        for name, implementations in own.items():
+            _check_implementations(name, implementations, label)
+        if not own["engine_create"]:
+            raise HookError(f"{label} lacks the required hook engine_create")
+        defaults = {name: hook for name, hook in DEFAULT_HOOKS.items() if not own[name]}
+        manager.register(SimpleNamespace(**defaults), "verl-engine-core")
+    return frozenset(defaults)
+
+
+def _implementations(relay: pluggy.HookCaller) -> list[pluggy.HookImpl]:
+    """Return what answers a hook; wrappers do not."""
+    return [each for each in relay.get_hookimpls() if not (each.wrapper or each.hookwrapper)]
+
+
+def _check_implementations(name: str, implementations: list[pluggy.HookImpl], label: str) -> None:
+    if len(implementations) > 1:
+        raise HookError(f"{label} implements {name} twice; where the first returned None the second would run too")
+    for each in implementations:
+        known = [argument for argument in each.kwargnames if argument in _arguments(name)]
+        if known:  # pluggy passes only what has no default, so the value given would be lost
+            raise HookError(f"{label}: {name} gives {', '.join(known)} a default; the core passes every argument")
 
 
 def register_observer(manager: pluggy.PluginManager, observer: Observer) -> None:
@@ -93,6 +115,10 @@ def _register(manager: pluggy.PluginManager, plugin: object, name: str, label: s
 
 def _relays(manager: pluggy.PluginManager) -> list[tuple[str, pluggy.HookCaller]]:
     return [(name, relay) for name, relay in vars(manager.hook).items() if isinstance(relay, pluggy.HookCaller)]
+
+
+def _arguments(hook: str) -> tuple[str, ...]:
+    return tuple(inspect.signature(getattr(hookspecs, hook)).parameters)
 
 
 def _explain_unknown_hook(manager: pluggy.PluginManager, label: str) -> str:

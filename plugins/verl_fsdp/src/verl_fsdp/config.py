@@ -21,7 +21,7 @@ class ParameterGroup(StrictModel):
     learning_rate_scale: NonNegative = 1.0
     """Factor on the engine's learning rate; 0 keeps the parameters as they are."""
     weight_decay: NonNegative | None = None
-    """In place of the engine's ``weight_decay``, for vectors too."""
+    """In place of the engine's ``weight_decay``, for vectors too, whatever ``decay_vectors`` says."""
 
     @field_validator("pattern")
     @classmethod
@@ -106,6 +106,10 @@ class ShardedConfig(EngineConfig):
     def data_parallel_ranks(self, world_size: int) -> tuple[int, ...]:
         """Give neighbours that split a sequence the same data."""
         return tuple(rank // self.sequence_parallel_size for rank in range(world_size))
+
+    def sequence_ranks(self, world_size: int) -> tuple[int, ...]:
+        """Split sequences over neighbours."""
+        return tuple(rank % self.sequence_parallel_size for rank in range(world_size))
 
     def validate_world(self, world_size: int) -> None:
         """Check that groups of ranks come out even; see the base class."""

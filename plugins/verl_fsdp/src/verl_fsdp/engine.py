@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from verl_fsdp.mesh import build_meshes
 from verl_fsdp.model.loading import load_model
 from verl_fsdp.model.lora import adapters_disabled, low_rank_exports, save_adapter
 from verl_fsdp.model.packable import is_packed
-from verl_fsdp.model.rotary import rotary_limit
+from verl_fsdp.model.rotary import PositionUse, rotary_limit
 from verl_fsdp.update.optimizer import build_optimizer
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from verl_engine.batch.packed import PackedBatch
     from verl_engine.engine.base import WeightShard
+    from verl_engine.engine.temperature import Temperature
     from verl_engine.engine.token_output import TokenOutput
     from verl_fsdp.config import ShardedConfig, TorchShardedConfig
     from verl_fsdp.mesh import Meshes
@@ -55,6 +56,7 @@ class ShardedEngine(ModuleEngine):
         self.is_packed = is_packed(model)
         self.head = make_head(model, config)
         self._rotary_limit = rotary_limit(model)
+        self._positions = PositionUse.of(model)
         num_dims = {name: parameter.ndim for name, parameter in model.named_parameters()}
         self.model = self.shard(model, config, device)
         optimizer = None if config.forward_only else build_optimizer(self.shards(), config, device, num_dims)
@@ -92,7 +94,7 @@ class ShardedEngine(ModuleEngine):
         """Get ready for a forward after an exception in the middle of a pass; gradients stay. Always harmless."""
 
     @abstractmethod
-    def gradient_sync(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
+    def gradient_sync(self, is_last_micro_batch: bool) -> AbstractContextManager[None]:
         """See ``engine_gradient_sync``."""
 
     def zero_grad(self) -> None:
@@ -104,6 +106,16 @@ class ShardedEngine(ModuleEngine):
         """Say what each exported weight is made of; adapters are merged in, and names are those of a plain model."""
         exported = super().exported()
         return low_rank_exports(exported, self.config.lora) if self.config.lora is not None else exported
+
+    def local_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield this rank's live shards of what may change, and all buffers."""
+        self.reshard()
+        return super().local_weights()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that training goes on from; see the base class."""
+        self.reshard()
+        return super().state_dict()
 
     def load_full_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take whole weights; see the base class."""
@@ -138,7 +150,7 @@ class ShardedEngine(ModuleEngine):
         trained = {name: Exported(entry) for name, entry in self.parameters.items() if entry.requires_grad}
         return full_weights(trained, list(trained))
 
-    def run(self, batch: PackedBatch, temperature: float) -> TokenOutput:
+    def run(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
         """Run the model on a micro-batch; what `forward` does but for the clearing up after it."""
         return forward(self.model, self.head, batch, temperature, self.meshes.sequence, is_packed=self.is_packed)
 
@@ -146,14 +158,18 @@ class ShardedEngine(ModuleEngine):
         if self.config.lora is None:
             raise UnsupportedError("engine.lora is not set: this engine has no adapter")
 
-    def forward(self, batch: PackedBatch, temperature: float) -> TokenOutput:
+    def forward(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
         """Run the model on a micro-batch, packed or padded as configured; see the base class.
 
         Raises:
-            ModelError: a sequence is so long that the model would change the log-probs of those beside it.
+            ModelError: a sequence is so long that the model would change the log-probs of those beside it, or has
+                positions that the model does not take.
         """
         if self._rotary_limit is not None:
-            self._rotary_limit.check(batch.lengths)
+            highest = int(batch.position_ids.max()) + 1 if batch.has_own_positions else 0
+            self._rotary_limit.check((*batch.lengths, highest))
+        if batch.has_own_positions:
+            self._positions.check(batch.position_ids)
         try:
             output = self.run(batch, temperature)
         except BaseException:

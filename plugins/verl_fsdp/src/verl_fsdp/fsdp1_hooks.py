@@ -1,4 +1,4 @@
-"""What the fsdp backend (FSDP1) says of itself, and its hooks: those of fsdp2, with another engine."""
+"""What the fsdp backend (FSDP1) says of itself, and its hook. Torch is imported inside it only."""
 
 from __future__ import annotations
 
@@ -7,32 +7,17 @@ from typing import TYPE_CHECKING
 from verl_engine.contract.backend import BackendSpec
 from verl_engine.contract.markers import hookimpl
 from verl_fsdp.config import FsdpConfig
-from verl_fsdp.hooks import (
-    engine_copy_weights_to_cpu,
-    engine_gradient_sync,
-    engine_optimizer_step,
-    engine_restore_weights_from_cpu,
-)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from verl_fsdp.fsdp1.engine import Fsdp1Engine
 
-__all__ = [
-    "SPEC",
-    "engine_copy_weights_to_cpu",
-    "engine_create",
-    "engine_gradient_sync",
-    "engine_optimizer_step",
-    "engine_restore_weights_from_cpu",
-]
-
 SPEC = BackendSpec(
     name="fsdp",
     config_class=FsdpConfig,
     devices=("cpu", "cuda", "npu"),
-    plugin_api_version=1,
+    plugin_api_version=2,
 )
 
 

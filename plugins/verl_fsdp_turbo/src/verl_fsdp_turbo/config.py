@@ -107,6 +107,11 @@ class FsdpTurboConfig(ShardedConfig):
         together = self.sequence_parallel_size * self.ulysses_parallel_size
         return tuple(rank // together for rank in range(world_size))
 
+    def sequence_ranks(self, world_size: int) -> tuple[int, ...]:
+        """Split sequences over neighbours, by either means."""
+        together = self.sequence_parallel_size * self.ulysses_parallel_size
+        return tuple(rank % together for rank in range(world_size))
+
     def validate_world(self, world_size: int) -> None:
         """Check that groups of ranks come out even; see the base class."""
         super().validate_world(world_size)

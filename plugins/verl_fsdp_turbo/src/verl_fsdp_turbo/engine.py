@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from verl_engine.batch.packed import PackedBatch
     from verl_engine.engine.device import Device
+    from verl_engine.engine.temperature import Temperature
     from verl_engine.engine.token_output import TokenOutput
     from verl_fsdp.config import ShardedConfig
     from verl_fsdp_turbo.config import FsdpTurboConfig
@@ -119,7 +120,7 @@ class TurboEngine(FullyShardedEngine):
         _average(cast("FSDPModule", sharded))
         return sharded
 
-    def run(self, batch: PackedBatch, temperature: float) -> TokenOutput:
+    def run(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
         """Run the model on a micro-batch; see the base class."""
         if self._ulysses is None:
             return super().run(batch, temperature)

@@ -6,12 +6,6 @@ from typing import TYPE_CHECKING
 
 from verl_engine.contract.backend import BackendSpec, DeclaredPatch, NeededModule
 from verl_engine.contract.markers import hookimpl
-from verl_fsdp.hooks import (
-    engine_copy_weights_to_cpu,
-    engine_gradient_sync,
-    engine_optimizer_step,
-    engine_restore_weights_from_cpu,
-)
 from verl_fsdp_turbo.config import FsdpTurboConfig
 from verl_fsdp_turbo.install_steps import INSTALL, MODULE
 
@@ -19,16 +13,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from verl_fsdp_turbo.engine import TurboEngine
-
-__all__ = [
-    "SPEC",
-    "engine_copy_weights_to_cpu",
-    "engine_create",
-    "engine_gradient_sync",
-    "engine_optimizer_step",
-    "engine_prepare_process",
-    "engine_restore_weights_from_cpu",
-]
 
 
 def _patches(config: FsdpTurboConfig) -> tuple[DeclaredPatch, ...]:
@@ -41,7 +25,7 @@ SPEC = BackendSpec(
     name="fsdp_turbo",
     config_class=FsdpTurboConfig,
     devices=("cpu", "cuda", "npu"),
-    plugin_api_version=1,
+    plugin_api_version=2,
     patches=_patches,
     process_settings=("device",),
     needs=(NeededModule(MODULE, INSTALL),),

@@ -75,7 +75,7 @@ def split_run(config: FsdpTurboConfig, batch: PackedBatch, group: dist.ProcessGr
     tokens = slice_tokens(batch, group)
     inputs = {
         "input_ids": tokens.input_ids[None],
-        "position_ids": tokens.position_ids[None],
+        "position_ids": tokens.position_ids.unsqueeze(-2),
         "attention_mask": block_mask(tokens.runs, tokens.input_ids.device, dtype),
         "use_cache": False,
     }
@@ -110,11 +110,13 @@ def _rows(config: FsdpTurboConfig, batch: PackedBatch, group: dist.ProcessGroup,
     device = batch.input_ids.device
     input_ids = torch.nn.functional.pad(run.inputs["input_ids"], fill)
     position_ids = torch.arange(num_own * size, device=device).expand(num_rows, -1)
+    if batch.has_own_positions:
+        position_ids = torch.nn.functional.pad(run.inputs["position_ids"], fill)
     if config.cp_plan.tokens_split_by == "model":
         attention_mask = torch.nn.functional.pad(run.inputs["attention_mask"], fill)
     else:
         own = slice(rank * num_own, (rank + 1) * num_own)
-        input_ids, position_ids = input_ids[:, own], position_ids[:, own]
+        input_ids, position_ids = input_ids[:, own], position_ids[..., own]
         one_row = (SegmentRun(0, 1, num_own * size),)
         attention_mask = block_mask(one_row, device, dtype).expand(num_rows, -1, -1, -1)
     inputs = {

@@ -137,6 +137,15 @@ class MegatronConfig(EngineConfig):
         shares = max(1, world_size // (model_ranks * self.pipeline_parallel_size))
         return tuple(rank // model_ranks % shares for rank in range(world_size))
 
+    def sequence_ranks(self, world_size: int) -> tuple[int, ...]:
+        """Split sequences over context-parallel ranks; see `data_parallel_ranks` for their order."""
+        return tuple(rank // self.tensor_parallel_size % self.context_parallel_size for rank in range(world_size))
+
+    def ranks_with_outputs(self, world_size: int) -> tuple[bool, ...]:
+        """Compute outputs in the last pipeline stage: the last of the ranks, as that order has it."""
+        stage = world_size // self.pipeline_parallel_size
+        return tuple(rank >= world_size - stage for rank in range(world_size))
+
     def validate_world(self, world_size: int) -> None:
         """Check that the ranks can be divided as configured; see the base class."""
         self._divide(

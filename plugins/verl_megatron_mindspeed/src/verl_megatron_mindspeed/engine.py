@@ -23,7 +23,7 @@ from verl_megatron_mindspeed.weights.agreement import on_all_ranks
 from verl_megatron_mindspeed.weights.weight_map import WeightMap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
     from verl_engine.batch.packed import PackedBatch
     from verl_engine.contract.optimizer_step import OptimizerStep
-    from verl_engine.engine.base import LossFn, WeightShard, WeightSpec
+    from verl_engine.engine.base import MicroBatchPass, WeightShard, WeightSpec
+    from verl_engine.engine.temperature import Temperature
     from verl_engine.engine.token_output import TokenOutput
     from verl_megatron_mindspeed.config import MegatronConfig
 
@@ -70,7 +71,7 @@ class MegatronEngine(Engine):
             raise UnsupportedError("engine.forward_only=true: this engine has no optimizer and cannot train")
         return self._training
 
-    def forward(self, batch: PackedBatch, temperature: float) -> TokenOutput:
+    def forward(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
         """Run the model on a micro-batch, without gradient; every rank of a share gets the output.
 
         Collectives: those of the model's parallelism, and a broadcast from the last pipeline stage.
@@ -78,27 +79,20 @@ class MegatronEngine(Engine):
         self._offload.require("parameters")
         return self.schedule.infer(batch, temperature)
 
-    def forward_backward(
-        self,
-        micro_batches: Sequence[PackedBatch],
-        loss_fn: LossFn,
-        loss_scale: float,
-        temperature: float,
-        gradient_sync: Callable[[bool], AbstractContextManager[None]],
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def forward_backward(self, run: MicroBatchPass) -> None:
         """Accumulate the gradient through Megatron's schedule; see the base class."""
         self._offload.require("parameters", "gradients")
         self.model.reseed_dropout()
-        return self.schedule.train(self.training, micro_batches, loss_fn, loss_scale, temperature, gradient_sync)
+        self.schedule.train(self.training, run)
 
-    def gradient_sync(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
+    def gradient_sync(self, is_last_micro_batch: bool) -> AbstractContextManager[None]:
         """See ``engine_gradient_sync``."""
-        return self.training.gradient_sync(is_last_micro_batch=is_last_micro_batch)
+        return self.training.gradients.sync(is_last_micro_batch=is_last_micro_batch)
 
-    def optimizer_step(self) -> OptimizerStep:
+    def optimizer_step(self, learning_rate: float | None = None) -> OptimizerStep:
         """Clip and step, or skip when the norm is not finite; see ``engine_optimizer_step``."""
         self._offload.require("parameters", "gradients", "optimizer")
-        return self.training.step()
+        return self.training.step(learning_rate)
 
     def zero_grad(self) -> None:
         """Forget all gradients, and an unfinished pass; see the base class."""

@@ -47,11 +47,6 @@ class Parallel:
     """Ranks that hold different data; those that split a sequence count as one."""
 
     @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank holds the last layers, and so computes outputs and losses."""
-        return self.pipeline.rank == self.pipeline.size - 1
-
-    @property
     def last_stage(self) -> int:
         """Rank in the world of the one in this pipeline that holds the last layers."""
         return dist.get_global_rank(self.pipeline.group, self.pipeline.size - 1)

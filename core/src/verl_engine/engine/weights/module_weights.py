@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from verl_engine.contract.errors import UnsupportedError, WeightsError
 from verl_engine.engine.base import WeightShard, WeightSpec
-from verl_engine.engine.weights.shards import part_of, place_of
+from verl_engine.engine.weights.incoming import paired_shards, paired_weights
+from verl_engine.engine.weights.shards import part_of, place_of, replicas_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -118,7 +119,7 @@ def weight_shards(exported: Mapping[str, Exported]) -> Iterator[WeightShard]:
             b_part = part_of(b_OR, (offsets[0], 0), (shape[0], b_OR.shape[1]))
             a_part = part_of(a_RI, (0, offsets[1]), (a_RI.shape[0], shape[1]))
             part = merged(part, LowRank(a_part, b_part, entry.low_rank.scale))
-        yield WeightShard(name, tuple(entry.tensor.shape), offsets, part)
+        yield WeightShard(name, tuple(entry.tensor.shape), offsets, part, *replicas_of(entry.tensor))
 
 
 def load_full_weights(exported: Mapping[str, Exported], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -128,15 +129,8 @@ def load_full_weights(exported: Mapping[str, Exported], weights: Iterable[tuple[
         UnsupportedError: there are adapters, and a merged weight cannot be taken apart again.
         WeightsError: a name or shape that the model does not have, or a weight that is missing.
     """
-    intake = _Intake(exported)
-    for name, whole in weights:
-        own = intake.take(name, f"of shape {tuple(whole.shape)}")
-        if own.shape != whole.shape:
-            raise WeightsError(
-                f"weight {name} of shape {tuple(whole.shape)} does not fit: the model has shape {tuple(own.shape)}"
-            )
-        _local(own).copy_(part_of(whole.detach(), *place_of(own)))
-    intake.require_all()
+    for own, whole in paired_weights(own_tensors(exported), weights, lambda own: tuple(own.shape)):
+        _local(own).copy_(part_of(whole, *place_of(own)))
 
 
 def load_weight_shards(exported: Mapping[str, Exported], shards: Iterable[WeightShard]) -> None:
@@ -146,42 +140,23 @@ def load_weight_shards(exported: Mapping[str, Exported], shards: Iterable[Weight
         UnsupportedError: there are adapters, and a merged weight cannot be taken apart again.
         WeightsError: a name or place that is not this rank's, or a weight that is missing.
     """
-    intake = _Intake(exported)
-    for shard in shards:
-        what = f"at {shard.offsets}, of shape {tuple(shard.tensor.shape)}, in {shard.view_shape}"
-        own = intake.take(shard.name, what)
-        offsets, shape = place_of(own)
-        if (shard.view_shape, shard.offsets, tuple(shard.tensor.shape)) != (tuple(own.shape), offsets, shape):
-            raise WeightsError(
-                f"the part of {shard.name} {what} is not this rank's, which is at {offsets}, of shape {shape}, in "
-                f"{tuple(own.shape)}"
-            )
-        _local(own).copy_(shard.tensor.detach())
-    intake.require_all()
+    pairs = paired_shards(own_tensors(exported), shards, lambda own: (tuple(own.shape), *place_of(own)))
+    for own, part in pairs:
+        _local(own).copy_(part)
 
 
-class _Intake:
-    """Ticks off weights that come in."""
+def own_tensors(exported: Mapping[str, Exported]) -> dict[str, torch.Tensor]:
+    """Return what takes weights that come in, by name.
 
-    def __init__(self, exported: Mapping[str, Exported]) -> None:
-        if any(entry.low_rank for entry in exported.values()):
-            raise UnsupportedError(
-                "engine.lora: whole weights cannot be told apart into the model's own and the adapter's; start an "
-                "engine from a folder that holds them"
-            )
-        self._missing = {name: entry.tensor for name, entry in exported.items()}
-
-    def take(self, name: str, what: str) -> torch.Tensor:
-        """Return the model's own tensor for a weight that came, once."""
-        if name not in self._missing:
-            raise WeightsError(f"weight {name} {what} does not fit: the model has no such weight, or had it already")
-        return self._missing.pop(name)
-
-    def require_all(self) -> None:
-        """Raise where something is still missing."""
-        if self._missing:
-            missing = ", ".join(sorted(self._missing)[:5])
-            raise WeightsError(f"{len(self._missing)} weights are missing: {missing}")
+    Raises:
+        UnsupportedError: there are adapters, and a merged weight cannot be taken apart again.
+    """
+    if any(entry.low_rank for entry in exported.values()):
+        raise UnsupportedError(
+            "engine.lora: whole weights cannot be told apart into the model's own and the adapter's; start an engine "
+            "from a folder that holds them"
+        )
+    return {name: entry.tensor for name, entry in exported.items()}
 
 
 def kept_by_first_rank(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -1,12 +1,12 @@
-"""Weights in parts: where each rank's part lies, whole weights from all ranks' parts, and which parts have changed."""
+"""Weights in parts: where each rank's part lies, which ranks hold it, and whole weights from all ranks' parts."""
 
 from __future__ import annotations
 
-import hashlib
 from math import prod
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -34,6 +34,34 @@ def place_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         raise UnsupportedError(f"a weight with placements {tensor.placements} has no part on this rank, only a summand")
     shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offsets), tuple(shape)
+
+
+def replicas_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], bool]:
+    """Say which ranks of the world hold the same part of a whole as this one.
+
+    Args:
+        tensor: plain (then every rank has the whole), or a DTensor over a mesh of all ranks.
+    Returns:
+        ``replicas`` and ``is_replica`` of a `WeightShard`. No collectives.
+    """
+    if not dist.is_initialized():
+        return (), False
+    if not isinstance(tensor, DTensor):
+        return shared_by(range(dist.get_world_size()), tensor.numel())
+    mesh = tensor.device_mesh
+    own = mesh.get_coordinate()
+    assert own is not None, "a rank has parts only of meshes that it is in"
+    places = zip(tensor.placements, own, strict=True)
+    index = tuple(slice(None) if placement.is_replicate() else coordinate for placement, coordinate in places)
+    return shared_by(mesh.mesh[index].flatten().tolist(), tensor.to_local().numel())
+
+
+def shared_by(ranks: Iterable[int], num_elements: int) -> tuple[tuple[int, ...], bool]:
+    """Return ``replicas`` and ``is_replica`` of a part that some ranks hold; an empty part has none."""
+    holders = tuple(sorted(ranks))
+    if len(holders) < 2 or not num_elements:  # noqa: PLR2004 - this rank alone
+        return (), False
+    return holders, holders[0] != dist.get_rank()
 
 
 def part_of(whole: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
@@ -88,24 +116,3 @@ def _whole(spec: WeightSpec, parts: list[WeightShard]) -> torch.Tensor:
             f"{tuple(gap[0].tolist())} of {view_shape}; take the parts of every rank"
         )
     return whole.view(spec.shape)
-
-
-class ChangedShards:
-    """Tells which of a rank's parts are others than they were at the last call: only those need to be sent again.
-
-    Full training changes all of them at each step; adapters leave embeddings, norms and frozen layers as they were.
-    """
-
-    def __init__(self) -> None:
-        """Start without any: at the first call all parts are new."""
-        self._digests: dict[str, bytes] = {}
-
-    def since_last_call(self, shards: Iterable[WeightShard]) -> Iterator[WeightShard]:
-        """Yield the parts that changed; take all of them, and send them before the next call."""
-        for shard in shards:
-            flat = shard.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            # 16 bytes of a cryptographic hash: two weights that collide would leave a receiver behind without a word.
-            digest = hashlib.blake2b(flat.numpy().data, digest_size=16).digest()
-            if self._digests.get(shard.name) != digest:
-                self._digests[shard.name] = digest
-                yield shard

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 
 from verl_engine.batch.sequence import Sequence
+from verl_engine.engine.metrics import Metric
 from verl_engine.testing.conformance.check import Check, all_ranks, one_rank, require
 from verl_engine.testing.conformance.reference import (
     accumulate,
     load_reference,
     make_sequences,
+    masked_log_probs,
     reference_gradient,
     relative_error,
     weighted_loss,
+    with_temperatures,
 )
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from verl_engine.batch.packed import PackedBatch
     from verl_engine.engine.base import TokenOutput
+    from verl_engine.engine.train_step import Normalizer
     from verl_engine.testing.conformance.bench import Bench
     from verl_engine.testing.conformance.driver import Split
     from verl_engine.testing.conformance.gradient_probe import GradientProbe
@@ -107,6 +114,53 @@ def temperature(bench: Bench) -> None:
     _check_shares(bench, "plain", 0.5)
 
 
+def token_temperatures(bench: Bench) -> None:
+    """Where each token has a temperature of its own, it divides that token's logits, in training and in inference."""
+    sequences = with_temperatures(make_sequences(NUM_SEQUENCES))
+    probe = bench.probe()
+    found = probe.gradient(probe.driver.share(sequences, NUM_SEQUENCES if "packed_batches" in bench.gaps else 3))
+    error = relative_error(found, reference_gradient(bench.model(), sequences))
+    bench.require_everywhere(error <= TOLERANCE, f"the gradient with a temperature per token is off by {error:.3g}")
+    log_probs, model = probe.driver.infer(sequences[:1]), load_reference(bench.model())
+    distance = float((log_probs[0] - masked_log_probs(model, sequences[0])).abs().max())
+    bench.require_everywhere(distance <= TOLERANCE, f"log-probs with a temperature per token are off by {distance:.3g}")
+
+
+def fields(bench: Bench) -> None:
+    """A loss gets its sequences' fields of any trailing shape and dtype, each value with its token."""
+    random = np.random.default_rng(3)
+    sequences = [
+        replace(sequence, fields={**sequence.fields, **_fields(sequence.token_ids, random)})
+        for sequence in make_sequences(NUM_SEQUENCES)
+    ]
+    driver = bench.driver()
+    found = driver.step(driver.share(sequences, NUM_SEQUENCES if "packed_batches" in bench.gaps else 3), check_fields)
+    odd = {name: value for name, value in found.metrics.items() if value}
+    bench.require_everywhere(not odd, f"fields of the sequences came to the loss otherwise: {odd} per loss token")
+
+
+def _fields(ids: npt.NDArray[np.int64], random: np.random.Generator) -> dict[str, npt.NDArray[Any]]:
+    """Make fields that tell to which token a value belongs."""
+    noise = random.integers(0, 100, (len(ids), 2, 3))
+    return {"routed": noise + 100 * ids[:, None, None], "flags": ids % 2 == 1, "bytes": ids.astype(np.uint8)}
+
+
+def check_fields(output: TokenOutput, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The kit's loss; as metrics, how many values of each field are not where they belong, or not what they were."""
+    loss, _ = weighted_loss(output, batch)
+    wrong = dict.fromkeys(("routed", "flags", "bytes"), torch.zeros((), device=loss.device))
+    if batch.loss_positions.numel():
+        ids, fields = batch.input_ids, batch.fields
+        wrong["routed"] = (fields["routed"] // 100 != ids[:, None, None]).sum().float()
+        wrong["flags"] = (fields["flags"] != (ids % 2 == 1)).sum().float()
+        wrong["bytes"] = (fields["bytes"] != ids).sum().float()
+        kinds = {"routed": torch.int64, "flags": torch.bool, "bytes": torch.uint8}
+        for name, dtype in kinds.items():
+            if fields[name].dtype != dtype:
+                wrong[name] = wrong[name] + batch.num_tokens
+    return loss, wrong
+
+
 def _check_shares(bench: Bench, kind: str, at: float) -> None:
     """Compare one gradient with the reference, for a kind of model and a temperature."""
     sequences = make_sequences(NUM_SEQUENCES)
@@ -119,13 +173,48 @@ def _check_shares(bench: Bench, kind: str, at: float) -> None:
     )
 
 
+def normalizers(bench: Bench) -> None:
+    """Divided by its sequences or by a constant, the gradient is that of the global batch, however it is split."""
+    sequences = make_sequences(NUM_SEQUENCES)
+    tokens = sum(sequence.num_loss_tokens for sequence in sequences)
+    rows = sum(sequence.num_loss_tokens > 0 for sequence in sequences)
+    plain = reference_gradient(bench.model(), sequences)
+    probe = bench.probe()
+    micro_batches = probe.driver.share(sequences, NUM_SEQUENCES if "packed_batches" in bench.gaps else 3)
+    choices: tuple[tuple[Normalizer, float], ...] = (("sequences", rows), (7.5, 7.5))
+    for normalizer, number in choices:
+        found = probe.gradient(micro_batches, normalizer=normalizer)
+        error = relative_error(found, {name: gradient * (tokens / number) for name, gradient in plain.items()})
+        bench.require_everywhere(error <= TOLERANCE, f"the gradient divided by {normalizer} is off by {error:.3g}")
+
+
+def reported_loss(output: TokenOutput, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor | Metric]]:
+    """The kit's loss, with metrics of all kinds."""
+    loss, sums = weighted_loss(output, batch)
+    lengths = torch.tensor([float(length) for length in batch.lengths])
+    more = {
+        "mean": Metric(lengths.sum(), "mean", float(len(lengths))),
+        "max": Metric(lengths.max(), "max"),
+        "min": Metric(lengths.min(), "min"),
+    }
+    return loss, {**sums, **more}
+
+
 def report(bench: Bench) -> None:
     """Loss, metrics and counts of a step are those of the global batch, on every rank."""
     sequences = make_sequences(NUM_SEQUENCES)
     loss, log_prob = accumulate(load_reference(bench.model()), sequences)
     driver = bench.driver()
     num_micro_batches = NUM_SEQUENCES if "packed_batches" in bench.gaps else 3
-    found = driver.step(driver.share(sequences, num_micro_batches))
+    micro_batches = driver.share(sequences, num_micro_batches)
+    found = driver.step(micro_batches, reported_loss)
+    every = [len(row) for part in _with_loss(sequences, driver.num_shares, num_micro_batches) for row in part]
+    right = {"mean": sum(every) / len(every), "max": float(max(every)), "min": float(min(every))}
+    kinds = {name: value for name, value in found.metrics.items() if name != "log_prob"}
+    bench.require_everywhere(
+        kinds.keys() == right.keys() and all(math.isclose(kinds[name], right[name], rel_tol=1e-6) for name in right),
+        f"the metrics of the step are {kinds}, not {right}",
+    )
     bench.require_everywhere(
         math.isclose(found.loss, loss, rel_tol=1e-5, abs_tol=1e-6), f"the loss is {found.loss}, not {loss}"
     )
@@ -137,6 +226,13 @@ def report(bench: Bench) -> None:
     bench.require_everywhere(
         found.num_loss_tokens == count, f"{found.num_loss_tokens} loss tokens were counted, not {count}"
     )
+
+
+def _with_loss(sequences: list[Sequence], num_shares: int, num_micro_batches: int) -> list[list[Sequence]]:
+    """List the micro-batches of all shares, as `Driver.share` deals them out, that have loss tokens."""
+    shares = [sequences[rank::num_shares] for rank in range(num_shares)]
+    parts = [share[index::num_micro_batches] for share in shares for index in range(num_micro_batches)]
+    return [part for part in parts if any(sequence.num_loss_tokens for sequence in part)]
 
 
 def bf16(bench: Bench) -> None:
@@ -241,6 +337,9 @@ CHECKS = (
     Check("accumulation/rank_without_data", (all_ranks(rank_without_data),), ("multi_rank",)),
     Check("accumulation/tied", (all_ranks(tied),)),
     Check("accumulation/temperature", (all_ranks(temperature),)),
+    Check("accumulation/token_temperatures", (all_ranks(token_temperatures),)),
+    Check("accumulation/fields", (all_ranks(fields),)),
+    Check("accumulation/normalizers", (all_ranks(normalizers),)),
     Check("accumulation/report", (all_ranks(report),)),
     Check("accumulation/bf16", (all_ranks(bf16),), ("bf16",)),
     Check("accumulation/fp16", (all_ranks(fp16),), ("fp16",)),

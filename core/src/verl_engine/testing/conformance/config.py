@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -13,6 +15,8 @@ from verl_engine.host.backend_host import BackendHost
 from verl_engine.testing.conformance.check import Check, all_ranks, fresh_process, require
 
 if TYPE_CHECKING:
+    from verl_engine.batch.packed import PackedBatch
+    from verl_engine.engine.token_output import TokenOutput
     from verl_engine.testing.conformance.bench import Bench
     from verl_engine.testing.conformance.check import Subject
 
@@ -79,8 +83,38 @@ def no_model(bench: Bench) -> None:
     )
 
 
+def ranks(bench: Bench) -> None:
+    """The config knows which ranks call the loss, and which have the same data and split its sequences."""
+    from verl_engine.batch.packed import PackedBatch  # brings torch, as the others do
+    from verl_engine.engine.micro_batch_pass import MicroBatchPass
+    from verl_engine.testing.conformance.reference import make_sequences, weighted_loss
+
+    driver = bench.driver()
+    called: list[bool] = []
+
+    def loss_fn(output: TokenOutput, batch: PackedBatch) -> Any:
+        called.append(True)
+        return weighted_loss(output, batch)
+
+    batch = PackedBatch.from_sequences(make_sequences(1), driver.engine.device.torch_device)
+    driver.engine.set_training(True)
+    driver.engine.forward_backward(MicroBatchPass([batch], loss_fn, lambda _: nullcontext()))
+    driver.engine.zero_grad()
+    claimed = driver.config.ranks_with_outputs(bench.world_size)
+    found = tuple(bench.gather(bool(called)))
+    require(found == claimed, f"the loss was called on ranks {found}, but ranks_with_outputs says {claimed}")
+    data, parts = driver.config.data_parallel_ranks(bench.world_size), driver.config.sequence_ranks(bench.world_size)
+    pairs = Counter(zip(data, parts, strict=True))
+    every = {(share, part) for share in set(data) for part in range(max(parts) + 1)}
+    require(
+        pairs.keys() == every and len(set(pairs.values())) == 1,
+        f"sequence_ranks says {parts}, and data_parallel_ranks {data}: the ranks of a share do not each have a part",
+    )
+
+
 CHECKS = (
     Check("config/wrong_fields", (fresh_process(wrong_fields),)),
     Check("config/fields", (fresh_process(fields),)),
     Check("config/no_model", (all_ranks(no_model),)),
+    Check("config/ranks", (all_ranks(ranks),)),
 )

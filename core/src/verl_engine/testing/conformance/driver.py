@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from verl_engine.batch.sequence import Sequence
     from verl_engine.engine.base import Engine, LossFn, TokenOutput
-    from verl_engine.engine.train_step import StepReport
+    from verl_engine.engine.train_step import Normalizer, StepReport
 
 Split = list[list[list[int]]]
 """``split[data-parallel rank][micro-batch]``: indices of sequences."""
@@ -56,14 +56,18 @@ class Driver:
         return Snapshots(self.host, self.engine, config.snapshot_memory, config.snapshot_limit_bytes)
 
     def step(
-        self, micro_batches: list[list[Sequence]], loss_fn: LossFn = weighted_loss, temperature: float = 1.0
+        self,
+        micro_batches: list[list[Sequence]],
+        loss_fn: LossFn = weighted_loss,
+        temperature: float = 1.0,
+        normalizer: Normalizer = "tokens",
     ) -> StepReport:
         """Make one optimizer step over this rank's micro-batches."""
-        return self._worker.train_batch(micro_batches, loss_fn, temperature)
+        return self._worker.train_batch(micro_batches, loss_fn, temperature, normalizer=normalizer)
 
-    def train(self, sequences: list[Sequence]) -> StepReport:
+    def train(self, sequences: list[Sequence], learning_rate: float | None = None) -> StepReport:
         """Make one optimizer step over a global batch, in two micro-batches a rank."""
-        return self.step(self.share(sequences))
+        return self._worker.train_batch(self.share(sequences), weighted_loss, learning_rate=learning_rate)
 
     def infer(self, sequences: list[Sequence], temperature: float = 1.0) -> list[torch.Tensor]:
         """Return each sequence's log-probs, in eval mode and without gradient, from a single micro-batch."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from verl_engine.batch.sequence import Sequence
     from verl_engine.engine.base import LossFn
-    from verl_engine.engine.train_step import StepReport
+    from verl_engine.engine.train_step import Normalizer, StepReport
     from verl_engine.testing.conformance.driver import Driver
 
 _EPS: Final = 1e8
@@ -63,10 +63,14 @@ class GradientProbe:
             self._snapshots.save("start")
 
     def gradient(
-        self, micro_batches: list[list[Sequence]], loss_fn: LossFn = weighted_loss, temperature: float = 1.0
+        self,
+        micro_batches: list[list[Sequence]],
+        loss_fn: LossFn = weighted_loss,
+        temperature: float = 1.0,
+        normalizer: Normalizer = "tokens",
     ) -> dict[str, torch.Tensor]:
         """Return the whole gradient over this rank's micro-batches, as the optimizer gets it after clipping."""
-        self.report = self.driver.step(micro_batches, loss_fn, temperature)
+        self.report = self.driver.step(micro_batches, loss_fn, temperature, normalizer)
         after = self.driver.weights()
         found = {name: ((self.start[name].double() - after[name].double()) / _FACTOR).float() for name in after}
         self._put_back()

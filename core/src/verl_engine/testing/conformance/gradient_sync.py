@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from verl_engine.batch.packed import PackedBatch
+from verl_engine.engine.micro_batch_pass import MicroBatchPass
 from verl_engine.testing.conformance.accumulation import check_splits
 from verl_engine.testing.conformance.check import Check, SkipCheckError, all_ranks
 from verl_engine.testing.conformance.collectives import ReductionCounter
@@ -34,7 +35,7 @@ def hook_calls(bench: Bench) -> None:
         for sequences in driver.share(make_sequences(6), 3)
     ]
     driver.engine.set_training(True)
-    driver.engine.forward_backward(batches, weighted_loss, 1.0, 1.0, watch)
+    driver.engine.forward_backward(MicroBatchPass(batches, weighted_loss, watch))
     driver.engine.zero_grad()
     entered = [event for event in events if event != "leave"]
     expected = ["enter last=False", "enter last=False", "enter last=True"]

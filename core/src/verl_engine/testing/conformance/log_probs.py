@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 
 from verl_engine.testing.conformance.check import Check, all_ranks
@@ -12,6 +14,7 @@ from verl_engine.testing.conformance.reference import (
     load_reference,
     make_sequences,
     masked_log_probs,
+    next_log_probs,
     relative_error,
     sequence_log_probs,
 )
@@ -37,6 +40,15 @@ def together(bench: Bench) -> None:
 def positions(bench: Bench) -> None:
     """Positions begin anew with each sequence of a micro-batch, on a model that knows where it begins."""
     sequences = make_sequences(3)  # 37 tokens in all: the model has positions for them even where they go on
+    _compare(bench, sequences, bench.driver("absolute").infer(sequences), 1.0, "absolute")
+
+
+def own_positions(bench: Bench) -> None:
+    """Positions that come with the sequences are used, on a model that knows where it is."""
+    sequences = [
+        replace(sequence, positions=np.arange(len(sequence))[::-1] + 5 * index)
+        for index, sequence in enumerate(make_sequences(4))
+    ]
     _compare(bench, sequences, bench.driver("absolute").infer(sequences), 1.0, "absolute")
 
 
@@ -107,8 +119,7 @@ def _bonus_gradient(model: Any, sequences: list[Sequence], temperature: float, b
 
 def sequence_entropy(model: Any, sequence: Sequence, temperature: float) -> torch.Tensor:
     """Return [L]: entropy of the distribution of each token given those before it; 0 for the first."""
-    ids = torch.from_numpy(sequence.token_ids)
-    logp_LV = (model(input_ids=ids[None], use_cache=False).logits[0] / temperature).log_softmax(-1)
+    logp_LV = next_log_probs(model, sequence, temperature)
     return torch.cat([logp_LV.new_zeros(1), -(logp_LV.exp() * logp_LV).sum(-1)[:-1]])
 
 
@@ -126,6 +137,7 @@ def _compare(
 CHECKS = (
     Check("log_probs/together", (all_ranks(together),), ("packed_batches",)),
     Check("log_probs/positions", (all_ranks(positions),), ("packed_batches",)),
+    Check("log_probs/own_positions", (all_ranks(own_positions),), ("packed_batches", "own_positions")),
     Check("log_probs/temperature", (all_ranks(temperature),)),
     Check("log_probs/without_loss", (all_ranks(without_loss),)),
     Check("log_probs/entropy_value", (all_ranks(entropy_value),), ("entropy",)),

@@ -73,6 +73,32 @@ def adamw(bench: Bench) -> None:
     bench.require_everywhere(error <= 2e-5, f"{worst} is off by {error:.3g} after four steps")  # noqa: PLR2004
 
 
+def given_rate(bench: Bench) -> None:
+    """A step at a rate that is given uses it as it is; the steps after it are where the schedule would be."""
+    batches = [make_sequences(8, seed=seed) for seed in range(3)]
+    reference = ReferenceRun(bench.model(), SETTINGS["learning_rate"], SETTINGS["weight_decay"], MAX_NORM)
+    expected = reference.train(batches, [0.3, 1.0, 1.0])
+    driver = bench.driver(**SETTINGS)
+    given = [0.3 * SETTINGS["learning_rate"], None, None]
+    rates = [driver.train(batch, rate).optimizer.learning_rate for batch, rate in zip(batches, given, strict=True)]
+    right = [SETTINGS["learning_rate"] * factor for factor in (0.3, 1.0, 1.0)]
+    bench.require_everywhere(_close(rates, right), f"learning rates were {rates}, not {right}")
+    worst, error = furthest(driver.weights(), expected)
+    bench.require_everywhere(error <= 2e-5, f"{worst} is off by {error:.3g} after a step at a given rate")  # noqa: PLR2004
+
+
+def decay_vectors(bench: Bench) -> None:
+    """With ``decay_vectors`` weight decay is on norms and biases too, as in torch's own AdamW."""
+    batches = [make_sequences(8, seed=seed) for seed in range(2)]
+    reference = ReferenceRun(bench.model(), 1e-2, 0.1, MAX_NORM, decay_vectors=True)
+    expected = reference.train(batches, [1.0, 1.0])
+    driver = bench.driver(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=MAX_NORM, decay_vectors=True)
+    for batch in batches:
+        driver.train(batch)
+    worst, error = furthest(driver.weights(), expected)
+    bench.require_everywhere(error <= 2e-5, f"{worst} is off by {error:.3g} with weight decay on vectors")  # noqa: PLR2004
+
+
 def schedules(bench: Bench) -> None:
     """Each learning-rate schedule gives the rates that the core defines."""
     sequences = make_sequences(4)
@@ -163,6 +189,8 @@ def _close(found: list[float], expected: list[float], tolerance: float = 1e-6) -
 CHECKS = (
     Check("optimizer/clipping", (all_ranks(clipping),)),
     Check("optimizer/adamw", (all_ranks(adamw),)),
+    Check("optimizer/given_rate", (all_ranks(given_rate),)),
+    Check("optimizer/decay_vectors", (all_ranks(decay_vectors),)),
     Check("optimizer/schedules", (all_ranks(schedules),)),
     Check("optimizer/not_finite", (all_ranks(not_finite),)),
     Check("optimizer/fp16_overflow", (all_ranks(fp16_overflow),), ("fp16",)),

@@ -6,7 +6,7 @@ Shape legend: L tokens of one sequence, V vocabulary.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -56,11 +56,33 @@ def load_reference(folder: Path) -> Any:
     )
 
 
+def with_temperatures(sequences: list[Sequence], seed: int = 7) -> list[Sequence]:
+    """Give each token a temperature of its own, between 0.5 and 2."""
+    random = np.random.default_rng(seed)
+    return [
+        replace(sequence, fields={**sequence.fields, "temperature": random.uniform(0.5, 2, len(sequence)).astype("f4")})
+        for sequence in sequences
+    ]
+
+
+def next_log_probs(model: Any, sequence: Sequence, temperature: float = 1.0) -> torch.Tensor:
+    """Return [L, V]: log-probs of what comes after each token, at the temperature of the token that does."""
+    ids = torch.from_numpy(sequence.token_ids)[None]
+    options = {}
+    if sequence.positions is not None:
+        # Without a mask, transformers takes every jump of the positions for the beginning of another sequence.
+        options = {"position_ids": torch.from_numpy(sequence.positions)[None], "attention_mask": torch.ones_like(ids)}
+    logits_LV = model(input_ids=ids, use_cache=False, **options).logits[0]
+    own = sequence.fields.get("temperature")
+    divisor = temperature if own is None else torch.from_numpy(np.append(own[1:], np.float32(1)))[:, None]
+    logp_LV: torch.Tensor = (logits_LV / divisor).log_softmax(-1)
+    return logp_LV
+
+
 def sequence_log_probs(model: Any, sequence: Sequence, temperature: float = 1.0) -> torch.Tensor:
     """Return [L]: log-prob of each token given those before it; 0 for the first."""
     ids = torch.from_numpy(sequence.token_ids)
-    logits_LV = model(input_ids=ids[None], use_cache=False).logits[0]
-    logp_LV = (logits_LV / temperature).log_softmax(-1)
+    logp_LV = next_log_probs(model, sequence, temperature)
     return torch.cat([logp_LV.new_zeros(1), logp_LV[:-1].gather(-1, ids[1:, None])[:, 0]])
 
 
@@ -124,6 +146,7 @@ class ReferenceRun:
     learning_rate: float
     weight_decay: float
     max_grad_norm: float
+    decay_vectors: bool = False
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
 
@@ -134,7 +157,10 @@ class ReferenceRun:
         optimizer = torch.optim.AdamW(
             [
                 {"params": [entry for entry in parameters if entry.ndim > 1], "weight_decay": self.weight_decay},
-                {"params": [entry for entry in parameters if entry.ndim <= 1], "weight_decay": 0.0},
+                {
+                    "params": [entry for entry in parameters if entry.ndim <= 1],
+                    "weight_decay": self.weight_decay if self.decay_vectors else 0.0,
+                },
             ],
             lr=self.learning_rate,
             betas=(0.9, 0.95),

@@ -140,6 +140,23 @@ def shards(bench: Bench) -> None:
         bench.require_everywhere(wrong == "none", f"weights in parts and whole ones ({kind} model): {wrong}")
 
 
+def shard_replicas(bench: Bench) -> None:
+    """Each part says which ranks hold the same one, and whether a lower rank does."""
+    own = [shard for shard in bench.driver().engine.weight_shards() if shard.tensor.numel()]
+    places = [(shard.name, shard.offsets, tuple(shard.tensor.shape)) for shard in own]
+    holders: dict[tuple[object, ...], list[int]] = {}
+    for rank, held in enumerate(bench.gather(places)):
+        for place in held:
+            holders.setdefault(place, []).append(rank)
+    wrong = []
+    for shard, place in zip(own, places, strict=True):
+        ranks = holders[place]
+        right = (tuple(ranks), ranks[0] != bench.rank) if len(ranks) > 1 else ((), False)
+        if (shard.replicas, shard.is_replica) != right:
+            wrong.append(f"{shard.name}: {shard.replicas}, {shard.is_replica}, not {right[0]}, {right[1]}")
+    bench.require_everywhere(not wrong, f"replicas and is_replica of parts are wrong: {'; '.join(wrong[:2])}")
+
+
 def shards_import(bench: Bench) -> None:
     """Another engine's parts go in, in any order, and are used; training goes on from them."""
     for kind, other in (("plain", "other"), ("tied", "tied")):
@@ -204,6 +221,7 @@ CHECKS = (
     Check("weights/import_refusals", (all_ranks(import_refusals),), ("weight_import",)),
     Check("weights/saved_folder", (all_ranks(saved_folder),)),
     Check("weights/shards", (all_ranks(shards),), ("weight_shards",)),
+    Check("weights/shard_replicas", (all_ranks(shard_replicas),), ("weight_shards", "multi_rank")),
     Check("weights/shards_import", (all_ranks(shards_import),), ("weight_shards",)),
     Check("weights/shards_refusals", (all_ranks(shards_refusals),), ("weight_shards",)),
 )

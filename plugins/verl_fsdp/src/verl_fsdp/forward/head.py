@@ -19,6 +19,7 @@ from verl_fsdp.forward.output_layer import ending_of, forward_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from verl_engine.engine.temperature import Temperature
     from verl_fsdp.config import ShardedConfig
     from verl_fsdp.forward.micro_batch import ModelRun
 
@@ -31,14 +32,16 @@ class Head(Protocol):
     gives: tuple[str, ...]
     """Fields of `TokenOutput`, one a figure."""
 
-    def figures(self, model: torch.nn.Module, run: ModelRun, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+    def figures(
+        self, model: torch.nn.Module, run: ModelRun, targets: torch.Tensor, temperature: Temperature
+    ) -> torch.Tensor:
         """Call the model, and return [m, F] float32.
 
         Args:
             model: as sharded.
             run: what goes in, and where the loss tokens are predicted.
             targets: [m] int64: the loss tokens.
-            temperature: divides the logits.
+            temperature: divides the logits: a number, or [m].
         """
 
 
@@ -77,7 +80,9 @@ class LanguageHead:
                 config.logit_chunk,
             )
 
-    def figures(self, model: torch.nn.Module, run: ModelRun, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+    def figures(
+        self, model: torch.nn.Module, run: ModelRun, targets: torch.Tensor, temperature: Temperature
+    ) -> torch.Tensor:
         """Call the model; see `Head`."""
         if self._ending == "linear":
             return self._linear(model, run, targets, temperature)
@@ -87,7 +92,9 @@ class LanguageHead:
             logits_mV = _checked(model(**run.inputs).logits, run)[run.rows, run.columns]
         return torch.stack(_without_none(figures_from_logits(logits_mV, targets, temperature, self._entropy)), dim=-1)
 
-    def _linear(self, model: torch.nn.Module, run: ModelRun, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+    def _linear(
+        self, model: torch.nn.Module, run: ModelRun, targets: torch.Tensor, temperature: Temperature
+    ) -> torch.Tensor:
         """Let the layer give [1, m, F] in place of logits."""
         given: list[torch.Tensor] = []
 
@@ -128,7 +135,9 @@ class ValueHead:
 
     gives: tuple[str, ...] = ("given_values",)
 
-    def figures(self, model: torch.nn.Module, run: ModelRun, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+    def figures(
+        self, model: torch.nn.Module, run: ModelRun, targets: torch.Tensor, temperature: Temperature
+    ) -> torch.Tensor:
         """Call the model; see `Head`. Neither targets nor temperature play a part."""
         del targets, temperature
         values: torch.Tensor = _checked(model(**run.inputs).logits, run)[run.rows, run.columns]

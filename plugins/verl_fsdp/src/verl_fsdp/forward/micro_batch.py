@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl_engine.engine.sum_over_group import sum_over_group
+from verl_engine.engine.temperature import rows_of
 from verl_engine.engine.token_output import TokenOutput
 from verl_fsdp.forward.sequence_parallel import slice_tokens
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from verl_engine.batch.packed import PackedBatch
+    from verl_engine.engine.temperature import Temperature
     from verl_fsdp.forward.head import Head
 
 
@@ -42,7 +44,7 @@ def forward(
     model: torch.nn.Module,
     head: Head,
     batch: PackedBatch,
-    temperature: float,
+    temperature: Temperature,
     sequence: dist.ProcessGroup | None,
     *,
     is_packed: bool,
@@ -53,7 +55,7 @@ def forward(
         model: sharded.
         head: what it ends in.
         batch: the micro-batch; the same on all ranks of `sequence`.
-        temperature: divides the logits.
+        temperature: divides the logits: a number, or [T].
         sequence: the ranks that split the tokens among them; None where nobody does.
         is_packed: sequences lie end to end; else each has a row.
     """
@@ -66,12 +68,12 @@ def output_of(
     head: Head,
     run: ModelRun,
     batch: PackedBatch,
-    temperature: float,
+    temperature: Temperature,
     sequence: dist.ProcessGroup | None,
 ) -> TokenOutput:
     """Run the model on what was made of a micro-batch; the arguments are those of `forward`."""
     targets = batch.input_ids[run.loss_positions]
-    figures_mF = head.figures(model, run, targets, temperature)
+    figures_mF = head.figures(model, run, targets, rows_of(temperature, run.loss_positions))
     zeros_TF = figures_mF.new_zeros(batch.num_tokens, figures_mF.shape[1])
     figures_TF = sum_over_group(zeros_TF.index_put((run.loss_positions,), figures_mF), sequence)
     return TokenOutput(**dict(zip(head.gives, figures_TF.unbind(-1), strict=True)))
@@ -82,7 +84,7 @@ def _packed(batch: PackedBatch, sequence: dist.ProcessGroup | None) -> ModelRun:
     tokens = slice_tokens(batch, sequence)
     inputs = {
         "input_ids": tokens.input_ids[None],
-        "position_ids": tokens.position_ids[None],
+        "position_ids": tokens.position_ids.unsqueeze(-2),
         # attention_mask or use_cache would make transformers mix or mask the packed sequences without a word.
         "attention_mask": None,
         "use_cache": False,
@@ -98,9 +100,16 @@ def padded(batch: PackedBatch) -> ModelRun:
     rows = torch.repeat_interleave(
         torch.arange(num_rows), torch.tensor(batch.lengths), output_size=batch.num_tokens
     ).to(batch.input_ids.device)
-    places = (rows, batch.position_ids)
+    starts = torch.tensor(batch.lengths, device=rows.device).cumsum(0) - torch.tensor(batch.lengths, device=rows.device)
+    columns = torch.arange(batch.num_tokens, device=rows.device) - starts[rows]
+    places = (rows, columns)
     ids_NL = batch.input_ids.new_zeros(num_rows, longest).index_put(places, batch.input_ids)
     mask_NL = torch.zeros_like(ids_NL).index_put(places, torch.ones_like(batch.input_ids))
     inputs = {"input_ids": ids_NL, "attention_mask": mask_NL, "use_cache": False}
+    if batch.has_own_positions:
+        positions = batch.position_ids
+        padded_positions = positions.new_zeros(*positions.shape[:-1], num_rows, longest)
+        padded_positions[..., rows, columns] = positions
+        inputs["position_ids"] = padded_positions
     losses = batch.loss_positions
-    return ModelRun(inputs, rows[losses], batch.position_ids[losses] - 1, losses)
+    return ModelRun(inputs, rows[losses], columns[losses] - 1, losses)

@@ -33,7 +33,7 @@ class TokenSlice:
     input_ids: torch.Tensor
     """[t] int64."""
     position_ids: torch.Tensor
-    """[t] int64; begins anew with each sequence."""
+    """[t] or [axes, t] int64."""
     predictors: torch.Tensor
     """[m] int64: places among the t of the tokens that predict a loss token, each its next."""
     loss_positions: torch.Tensor
@@ -56,14 +56,15 @@ def slice_tokens(batch: PackedBatch, group: dist.ProcessGroup | None) -> TokenSl
     num_fill = num_own * size - batch.num_tokens
     if num_fill:
         ids = torch.cat([ids, ids.new_zeros(num_fill)])
-        positions = torch.cat([positions, torch.arange(num_fill, device=positions.device)])
+        fill = torch.arange(num_fill, device=positions.device).expand(*positions.shape[:-1], -1)
+        positions = torch.cat([positions, fill], dim=-1)
         runs = (*runs, SegmentRun(batch.num_tokens, 1, num_fill))
     own = slice(rank * num_own, (rank + 1) * num_own)
     # A loss token belongs to the rank that has the token before it.
     edges = torch.tensor([own.start + 1, own.stop + 1], device=losses.device)
     first, last = torch.searchsorted(losses, edges).tolist()
     losses = losses[first:last]
-    return TokenSlice(ids[own], positions[own], losses - 1 - own.start, losses, runs)
+    return TokenSlice(ids[own], positions[..., own], losses - 1 - own.start, losses, runs)
 
 
 def trade_tokens_for_heads(

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from verl_engine.engine.train_mode import set_train_mode
-from verl_engine.engine.weights.module_weights import Exported, local_tensors
+from verl_engine.engine.weights.module_weights import Exported
 from verl_fsdp.engine import ShardedEngine
 from verl_fsdp.fsdp1.flat_unit import flat_units
 from verl_fsdp.fsdp1.gradient_sync import (
@@ -67,7 +67,9 @@ class Fsdp1Engine(ShardedEngine):
         self.parameters = self.shards()
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         units = flat_units(self.model, names, self.device.torch_device)
-        self.weights = FlatWeights(self._table, units, dict(self._buffers()))
+        mesh = self.meshes.weights
+        replicas = mesh.mesh.reshape(-1, mesh["shard"].size())[:, mesh.get_local_rank("shard")].tolist()
+        self.weights = FlatWeights(self._table, units, dict(self.buffers()), replicas)
         self.sync = choose_sync(
             config,
             # One frozen parameter beside a trained one has a gradient too, which nobody looks at.
@@ -96,7 +98,7 @@ class Fsdp1Engine(ShardedEngine):
         """Free whatever is gathered; see the base class."""
         reshard(self.model)
 
-    def gradient_sync(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
+    def gradient_sync(self, is_last_micro_batch: bool) -> AbstractContextManager[None]:
         """Hold gradients back until the last micro-batch, unless that was not the choice."""
         return gradient_sync(self.model, reduce=is_last_micro_batch or self.sync.every_micro_batch)
 
@@ -117,16 +119,6 @@ class Fsdp1Engine(ShardedEngine):
         copies = dist.get_world_size() // self.meshes.weights["shard"].size()
         norm = grad_norm(parameters, None, plain_copies=copies, device=self.device.torch_device)
         return clip_gradients(parameters, norm, self.config.max_grad_norm, scale)
-
-    def local_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield this rank's live pieces of what may change, and all buffers; see the base class."""
-        self.reshard()
-        changing = (
-            (name, parameter)
-            for name, parameter in self.parameters.items()
-            if parameter.requires_grad or self.config.forward_only
-        )
-        return local_tensors((*changing, *self._buffers()))
 
     def exported(self) -> dict[str, Exported]:
         """Say what each exported weight is made of, by stand-ins; adapters are merged in."""
@@ -185,7 +177,7 @@ class Fsdp1Engine(ShardedEngine):
         saved = self.weights.buffers
         state: dict[str, Any] = {
             "model": model_state(self.weights, mesh),
-            "buffers": {name: buffer.detach() for name, buffer in self._buffers() if name not in saved},
+            "buffers": {name: buffer.detach() for name, buffer in self.buffers() if name not in saved},
         }
         if self._optimizer is not None:
             state["optimizer"] = optimizer_state(self.weights, self._optimizer, mesh)
@@ -197,7 +189,7 @@ class Fsdp1Engine(ShardedEngine):
         """Take such a state, of fsdp2 too; see the base class. Collectives: an all-gather a sharded tensor."""
         self.reshard()
         load_model_state(self.weights, state["model"])
-        buffers = dict(self._buffers())
+        buffers = dict(self.buffers())
         for name, value in state.get("buffers", {}).items():
             buffers[name].copy_(value)
         if self._optimizer is not None:
@@ -208,6 +200,6 @@ class Fsdp1Engine(ShardedEngine):
         self.note_weights_changed()
         self.apply_configured_settings()
 
-    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield all buffers, live, by the names they had before wrapping."""
         return ((clean_name(name), buffer) for name, buffer in self.model.named_buffers())

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from verl_engine.contract.errors import UnsupportedError, WeightsError
 from verl_engine.engine.base import WeightShard
-from verl_engine.engine.weights.module_weights import Exported, LowRank, merged
+from verl_engine.engine.weights.incoming import paired_shards, paired_weights
+from verl_engine.engine.weights.module_weights import Exported, LowRank, merged, own_tensors
+from verl_engine.engine.weights.shards import replicas_of, shared_by
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,8 +24,22 @@ if TYPE_CHECKING:
 class FlatWeights:
     """The weights of a wrapped model, by the names that it had before."""
 
-    def __init__(self, table: WeightTable, units: Sequence[FlatUnit], buffers: Mapping[str, torch.Tensor]) -> None:
-        """Take what was noted before wrapping, the units made by it, and the model's live buffers by clean name."""
+    def __init__(
+        self,
+        table: WeightTable,
+        units: Sequence[FlatUnit],
+        buffers: Mapping[str, torch.Tensor],
+        replicas: Sequence[int],
+    ) -> None:
+        """Take what was noted before wrapping.
+
+        Args:
+            table: the weights as they were.
+            units: made of them by wrapping.
+            buffers: the model's, live, by clean name.
+            replicas: the ranks of the world that have the same pieces as this one.
+        """
+        self._replicas = replicas
         self.table = table
         self.units = units
         self.buffers = {name: buffers[name] for name in table.persistent_buffers}
@@ -59,15 +74,9 @@ class FlatWeights:
             UnsupportedError: there are adapters, and a merged weight cannot be taken apart again.
             WeightsError: a name or shape that the model does not have, or a weight that is missing.
         """
-        missing = _not_adapted(exported)
-        for name, whole in weights:
-            entry = missing.pop(name, None)
-            if entry is None or entry.tensor.shape != whole.shape:
-                has = "no such weight, or had it already" if entry is None else f"shape {tuple(entry.tensor.shape)}"
-                raise WeightsError(f"weight {name} of shape {tuple(whole.shape)} does not fit: the model has {has}")
-            part = self.part(entry.tensor)
-            part.tensor.copy_(whole.detach().reshape(part.view_shape)[_slices(part)])
-        _require_none(missing)
+        for stand_in, whole in paired_weights(own_tensors(exported), weights, lambda own: tuple(own.shape)):
+            part = self.part(stand_in)
+            part.tensor.copy_(whole.reshape(part.view_shape)[_slices(part)])
 
     def shards(self, exported: Mapping[str, Exported]) -> Iterator[WeightShard]:
         """Yield this rank's part of each weight, adapters merged in; parameters are looked at as vectors.
@@ -80,7 +89,9 @@ class FlatWeights:
             tensor = part.tensor
             if entry.low_rank is not None:
                 tensor = gatherer.merged(entry).reshape(part.view_shape)[_slices(part)].clone()
-            yield WeightShard(name, part.view_shape, part.offsets, tensor)
+            is_piece = self.unit_of(entry.tensor) is not None
+            shared = shared_by(self._replicas, tensor.numel()) if is_piece else replicas_of(tensor)
+            yield WeightShard(name, part.view_shape, part.offsets, tensor, *shared)
 
     def load_shards(self, exported: Mapping[str, Exported], shards: Iterable[WeightShard]) -> None:
         """Take parts as `shards` yields them, in place. No collectives.
@@ -89,22 +100,12 @@ class FlatWeights:
             UnsupportedError: there are adapters, and a merged weight cannot be taken apart again.
             WeightsError: a name or place that is not this rank's, or a weight that is missing.
         """
-        missing = _not_adapted(exported)
-        for given in shards:
-            got = given.view_shape, given.offsets, tuple(given.tensor.shape)
-            entry = missing.pop(given.name, None)
-            if entry is None:
-                raise WeightsError(
-                    f"the part of {given.name} at {got} does not fit: the model has no such weight, or had it already"
-                )
-            own = self.part(entry.tensor)
-            has = own.view_shape, own.offsets, tuple(own.tensor.shape)
-            if got != has:
-                raise WeightsError(
-                    f"the part of {given.name} with view, offsets and shape {got} is not this rank's, which has {has}"
-                )
-            own.tensor.copy_(given.tensor)
-        _require_none(missing)
+        for stand_in, given in paired_shards(own_tensors(exported), shards, self._place):
+            self.part(stand_in).tensor.copy_(given)
+
+    def _place(self, stand_in: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        part = self.part(stand_in)
+        return part.view_shape, part.offsets, tuple(part.tensor.shape)
 
     def part(self, stand_in: torch.Tensor) -> WeightShard:
         """Return this rank's live part of one weight, and its place."""
@@ -155,18 +156,3 @@ class _Gatherer:
 def _slices(part: WeightShard) -> tuple[slice, ...]:
     """Return where a part lies in its view."""
     return tuple(slice(offset, offset + size) for offset, size in zip(part.offsets, part.tensor.shape, strict=True))
-
-
-def _not_adapted(exported: Mapping[str, Exported]) -> dict[str, Exported]:
-    """Return what is to come in, unless adapters are merged into it."""
-    if any(entry.low_rank for entry in exported.values()):
-        raise UnsupportedError(
-            "engine.lora: whole weights cannot be told apart into the model's own and the adapter's; start an engine "
-            "from a folder that holds them"
-        )
-    return dict(exported)
-
-
-def _require_none(missing: Mapping[str, Exported]) -> None:
-    if missing:
-        raise WeightsError(f"{len(missing)} weights are missing: {', '.join(sorted(missing)[:5])}")

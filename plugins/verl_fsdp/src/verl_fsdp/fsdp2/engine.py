@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch.distributed as dist
 
@@ -56,7 +56,7 @@ class FullyShardedEngine(ShardedEngine):
         for module in fsdp_modules(self._root):
             module.reshard()
 
-    def gradient_sync(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
+    def gradient_sync(self, is_last_micro_batch: bool) -> AbstractContextManager[None]:
         """Hold gradients back until the last micro-batch, unless that was not the choice."""
         return gradient_sync(
             self._root,
@@ -81,11 +81,6 @@ class FullyShardedEngine(ShardedEngine):
         norm = grad_norm(parameters, None, plain_copies=dist.get_world_size(), device=self.device.torch_device)
         return clip_gradients(parameters, norm, self.config.max_grad_norm, scale)
 
-    def local_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield this rank's live shards of what is trained, and all buffers."""
-        self.reshard()
-        return super().local_weights()
-
     def move(self, *, to_cpu: bool, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> None:
         """Move parts to the CPU or back; see the base class. No effect where they stay on the CPU."""
         if self.stays_on_cpu:
@@ -98,11 +93,6 @@ class FullyShardedEngine(ShardedEngine):
         """Yield the places of gradients, those held back for a later reduction too."""
         yield from super().gradient_slots()
         yield from held_gradient_slots(self._root)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all that training goes on from; see the base class."""
-        self.reshard()
-        return super().state_dict()
 
     @property
     def _root(self) -> FSDPModule:

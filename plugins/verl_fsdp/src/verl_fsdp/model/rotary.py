@@ -1,7 +1,8 @@
-"""Rotary embeddings whose frequencies follow the longest sequence that is run, for all that run with it."""
+"""What a model makes of positions, and up to which it treats sequences that run together alike."""
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from verl_engine.contract.errors import ModelError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import torch
     from transformers import PreTrainedModel
 
 _ADVICE = {
@@ -41,6 +43,34 @@ class RotaryLimit:
                 f"would depend on how the batch is divided. In rope_parameters of the model folder's config.json "
                 f"{_ADVICE[self.rope_type]}, or keep sequences within {self.num_tokens} tokens"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class PositionUse:
+    """Whether a model takes the positions it is given."""
+
+    model: str
+    takes_any: bool
+    takes_axes: bool
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> PositionUse:
+        """Look at a model that is not sharded yet."""
+        takes_any = "position_ids" in inspect.signature(model.forward).parameters
+        # As transformers tells them: such a rotary embedding shares a head's dims out among several axes.
+        takes_axes = any(hasattr(module, "mrope_section") for module in model.modules())
+        return cls(type(model).__name__, takes_any, takes_axes)
+
+    def check(self, positions: torch.Tensor) -> None:
+        """Check positions that came with sequences, [T] or [axes, T].
+
+        Raises:
+            ModelError: the model has none, or has one axis and they have several.
+        """
+        if not self.takes_any:
+            raise ModelError(f"sequences have positions of their own, and {self.model} takes none")
+        if positions.ndim > 1 and not self.takes_axes:
+            raise ModelError(f"sequences have positions of {len(positions)} axes, and those of {self.model} have one")
 
 
 def rotary_limit(model: PreTrainedModel) -> RotaryLimit | None:

@@ -82,29 +82,6 @@ def clip_gradients(
     return unscaled
 
 
-def sum_replicated_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Add up the gradients of parameters that every rank of a group holds whole, and uses on a part of the model.
-
-    Under tensor parallelism the norms of queries and keys are such: each rank applies them to its own heads, so its
-    gradient is that of those heads only. Left alone the copies drift apart, and no error says so.
-
-    Args:
-        parameters: the same on every rank of the group, in the same order, all with a gradient.
-        group: the ranks along the mesh axis that they are replicated over.
-    Collectives: one all-reduce over `group` for each dtype.
-    """
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
-    for gradient in _gradients(parameters):
-        local = _local(gradient)
-        by_dtype[local.dtype].append(local)
-    for gradients in by_dtype.values():
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat, group=group)
-        parts = flat.split([gradient.numel() for gradient in gradients])
-        for gradient, part in zip(gradients, parts, strict=True):
-            gradient.copy_(part.view_as(gradient))
-
-
 def _gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 

@@ -32,8 +32,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer over what is trained.
 
-    Parameters of one dim (norms, biases) are spared weight decay, unless their group sets one. A group's rate is the
-    engine's times its ``learning_rate_scale``, and follows the schedule.
+    Parameters of one dim (norms, biases) have no weight decay, unless ``decay_vectors`` or their group says so. A
+    group's rate is the engine's times its ``learning_rate_scale``, and follows the schedule.
 
     Args:
         parameters: by Hugging Face name; frozen ones are left out.
@@ -144,7 +144,7 @@ def parameter_groups(
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, parameter in trained.items():
         is_vector = (parameter.ndim if num_dims is None else num_dims[name]) <= 1
-        decay, scale = (0.0 if is_vector else config.weight_decay), 1.0
+        decay, scale = (0.0 if is_vector and not config.decay_vectors else config.weight_decay), 1.0
         group = chosen.get(name)
         if group is not None:
             decay = decay if group.weight_decay is None else group.weight_decay

@@ -11,30 +11,26 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from types import TracebackType
 
     import torch
+
+    from verl_engine.engine.base import MicroBatchPass
 
 
 class PipelineContexts(AbstractContextManager["PipelineContexts"]):
     """Enters one context for each micro-batch; all are left at the end, after an exception too."""
 
-    def __init__(
-        self,
-        gradient_sync: Callable[[bool], AbstractContextManager[None]],
-        num_micro_batches: int,
-        chunks: Sequence[torch.nn.Module],
-    ) -> None:
+    def __init__(self, given: MicroBatchPass, chunks: Sequence[torch.nn.Module]) -> None:
         """Enter nothing yet.
 
         Args:
-            gradient_sync: makes a context, given whether it is that of the last micro-batch.
-            num_micro_batches: at least one; those that only fill the schedule up do not count.
+            given: makes the contexts; micro-batches that only fill the schedule up have none.
             chunks: this rank's parts of the model, as Megatron's DistributedDataParallel.
         """
-        self._gradient_sync = gradient_sync
-        self._num_micro_batches = num_micro_batches
+        self._gradient_sync = given.gradient_sync
+        self._num_micro_batches = len(given.micro_batches)
         self._chunks: Sequence[Any] = chunks
         self._entered = ExitStack()
         self._is_last = False

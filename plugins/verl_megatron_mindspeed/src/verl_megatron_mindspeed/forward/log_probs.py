@@ -15,16 +15,19 @@ Shape legend: M rows, m of them in a block, v entries of the vocabulary on this 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
 
+from verl_engine.engine.temperature import divide_, rows_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-Entropy = Literal["off", "value", "gradient"]
-"""Whether entropy is computed: not at all, without gradient, or with one."""
+    from verl_engine.engine.linear_log_probs import Entropy
+    from verl_engine.engine.temperature import Temperature
+
 _BLOCK_ELEMENTS: Final = 1 << 24
 """Entries of a block: 64 MiB in float32."""
 
@@ -32,7 +35,7 @@ _BLOCK_ELEMENTS: Final = 1 << 24
 def split_log_probs(
     logits: torch.Tensor,
     targets: torch.Tensor,
-    temperature: float,
+    temperature: Temperature,
     entropy: Entropy,
     *,
     first: int = 0,
@@ -44,7 +47,7 @@ def split_log_probs(
         logits: [M, v], any float dtype: those of this rank's part of the vocabulary, v may be 0. They are overwritten,
             by the forward or the backward.
         targets: [M] int64, counted over the whole vocabulary.
-        temperature: above 0.
+        temperature: above 0; a number, or [M] float32, one for each row.
         entropy: ``off``, ``value`` (no gradient) or ``gradient``.
         first: index in the whole vocabulary of this rank's first entry.
         group: the ranks that split the vocabulary; None where nobody does.
@@ -68,7 +71,7 @@ class _SplitLogProbs(torch.autograd.Function):
         ctx: Any,
         logits: torch.Tensor,
         targets: torch.Tensor,
-        temperature: float,
+        temperature: Temperature,
         entropy: Entropy,
         group: dist.ProcessGroup | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,7 +83,7 @@ class _SplitLogProbs(torch.autograd.Function):
         for rows in _blocks(logits):
             block = logits.detach()[rows]
             z_mv = block if ctx.holds_exp else block.to(highest_M.dtype, copy=True)
-            _scaled(z_mv, temperature).sub_(highest_M[rows, None])
+            divide_(z_mv, rows_of(temperature, rows)).sub_(highest_M[rows, None])
             if logits.shape[1]:
                 sums_3M[2, rows] = torch.where(is_here_M[rows], z_mv.gather(1, place_M[rows, None])[:, 0], 0.0)
             if entropy == "off":
@@ -110,7 +113,7 @@ class _SplitLogProbs(torch.autograd.Function):
                 found[rows].mul_((-d_logp_M[rows] * log_sum_M[rows].neg().exp())[:, None])
                 _add_own(found[rows], is_here_M[rows], place_M[rows], d_logp_M[rows])
                 continue
-            z_mv = _scaled(found[rows].to(highest_M.dtype, copy=True), ctx.temperature)
+            z_mv = divide_(found[rows].to(highest_M.dtype, copy=True), rows_of(ctx.temperature, rows))
             logp_mv = z_mv.sub_(highest_M[rows, None]).sub_(log_sum_M[rows, None])
             if ctx.entropy == "gradient":
                 factor_mv = logp_mv.add(entropy_M[rows, None]).mul_(-d_entropy_M[rows, None])
@@ -122,18 +125,13 @@ class _SplitLogProbs(torch.autograd.Function):
         return found, None, None, None, None
 
 
-def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Divide in place."""
-    return logits if temperature == 1.0 else logits.div_(temperature)
-
-
 def _add_own(d_mv: torch.Tensor, is_here_m: torch.Tensor, place_m: torch.Tensor, d_logp_m: torch.Tensor) -> None:
     """Add to a gradient, in place, what comes from the targets themselves."""
     if d_mv.shape[1]:
         d_mv.scatter_add_(1, place_m[:, None], torch.where(is_here_m, d_logp_m, 0.0)[:, None])
 
 
-def _highest(logits: torch.Tensor, temperature: float, group: dist.ProcessGroup | None) -> torch.Tensor:
+def _highest(logits: torch.Tensor, temperature: Temperature, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Return [M]: the highest logit of each row of the whole vocabulary, divided by the temperature."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     if logits.shape[1]:

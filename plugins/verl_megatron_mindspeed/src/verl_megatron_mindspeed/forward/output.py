@@ -13,10 +13,12 @@ import torch
 from megatron.core import tensor_parallel
 
 from verl_engine.engine.sum_over_group import sum_over_group
+from verl_engine.engine.temperature import rows_of
 from verl_engine.engine.token_output import TokenOutput
 from verl_megatron_mindspeed.forward.log_probs import split_log_probs
 
 if TYPE_CHECKING:
+    from verl_engine.engine.temperature import Temperature
     from verl_megatron_mindspeed.config import MegatronConfig
     from verl_megatron_mindspeed.forward.layout import Layout
     from verl_megatron_mindspeed.parallel import Group, Parallel
@@ -81,13 +83,13 @@ class Head:
         if self._is_value:
             self.gives = ("given_values",)
 
-    def figures(self, output: torch.Tensor, layout: Layout, temperature: float) -> torch.Tensor:
+    def figures(self, output: torch.Tensor, layout: Layout, temperature: Temperature) -> torch.Tensor:
         """Return [T, F] float32, 0 outside the loss; the same on all ranks that split the micro-batch.
 
         Args:
             output: [1, m, v] logits, or [1, m, 1] values.
             layout: of the micro-batch.
-            temperature: divides the logits.
+            temperature: divides the logits: a number, or [T].
         Collectives: over tensor-parallel ranks those of `split_log_probs`; over context-parallel ranks an all-reduce.
         """
         figures_mF = output[0].float() if self._is_value else self._of_logits(output[0], layout, temperature)
@@ -99,16 +101,22 @@ class Head:
         """Name the figures."""
         return TokenOutput(**dict(zip(self.gives, figures_TF.unbind(-1), strict=True)))
 
-    def _of_logits(self, logits_mv: torch.Tensor, layout: Layout, temperature: float) -> torch.Tensor:
+    def _of_logits(self, logits_mv: torch.Tensor, layout: Layout, temperature: Temperature) -> torch.Tensor:
         first = self._tensor.rank * logits_mv.shape[1]
         # What fills the vocabulary up to a number that all ranks can divide comes last, and has no probability.
         num_real = min(max(self._vocab_size - first, 0), logits_mv.shape[1])
         logp_m, entropy_m = split_log_probs(
             logits_mv[:, :num_real],
             layout.targets,
-            temperature,
+            self._of_rows(temperature, layout),
             self._entropy,
             first=first,
             group=self._tensor.group if self._tensor.size > 1 else None,
         )
         return torch.stack([logp_m] if entropy_m is None else [logp_m, entropy_m], dim=-1)
+
+    @staticmethod
+    def _of_rows(temperature: Temperature, layout: Layout) -> Temperature:
+        """Return the temperatures of the rows, [max(m, 1)], or the one number."""
+        found = rows_of(temperature, layout.loss_positions)
+        return found.new_ones(1) if isinstance(found, torch.Tensor) and not found.numel() else found

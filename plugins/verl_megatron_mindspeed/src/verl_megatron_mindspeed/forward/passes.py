@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from verl_engine.batch.packed import PackedBatch
-    from verl_engine.engine.base import LossFn
+    from verl_engine.engine.base import MicroBatchPass
+    from verl_engine.engine.temperature import Temperature
     from verl_megatron_mindspeed.forward.output import Head, LossRows
     from verl_megatron_mindspeed.model.build import MegatronModel
     from verl_megatron_mindspeed.parallel import Parallel
@@ -40,7 +41,12 @@ class Pass(ABC):
     """Steps through micro-batches, as Megatron's schedule calls for them."""
 
     def __init__(
-        self, model: MegatronModel, parallel: Parallel, head: Head, rows: LossRows | None, temperature: float
+        self,
+        model: MegatronModel,
+        parallel: Parallel,
+        head: Head,
+        rows: LossRows | None,
+        temperature: Callable[[PackedBatch], Temperature],
     ) -> None:
         """Begin.
 
@@ -49,7 +55,7 @@ class Pass(ABC):
             parallel: who splits what.
             head: makes figures of the model's output.
             rows: picks those of loss tokens; None where this rank has no output layer.
-            temperature: divides the logits.
+            temperature: gives what divides the logits of a micro-batch.
         """
         self._model = model
         self._parallel = parallel
@@ -111,7 +117,7 @@ class Pass(ABC):
         )
         if not is_last:
             return output
-        return self.finish(self._head.figures(output, layout, self._temperature), laid)
+        return self.finish(self._head.figures(output, layout, self._temperature(laid.batch)), laid)
 
     def _stand_in(self, layout: Layout, part: Any) -> torch.Tensor:
         """Return zeros in place of the output of a part of the model."""
@@ -137,16 +143,10 @@ class InferencePass(Pass):
 
 
 class TrainingPass(Pass):
-    """Sums loss and metrics up."""
+    """Computes losses, and adds them up."""
 
     def __init__(
-        self,
-        model: MegatronModel,
-        parallel: Parallel,
-        head: Head,
-        rows: LossRows | None,
-        temperature: float,
-        loss_fn: LossFn,
+        self, model: MegatronModel, parallel: Parallel, head: Head, rows: LossRows | None, given: MicroBatchPass
     ) -> None:
         """Begin; see the base class.
 
@@ -155,25 +155,16 @@ class TrainingPass(Pass):
             parallel: who splits what.
             head: makes figures of the model's output.
             rows: picks those of loss tokens; None where this rank has no output layer.
-            temperature: divides the logits.
-            loss_fn: called with each micro-batch but those that are filling.
+            given: computes the loss of each micro-batch but those that are filling.
         """
-        super().__init__(model, parallel, head, rows, temperature)
-        self._loss_fn = loss_fn
-        self.loss = torch.zeros((), device=next(model.chunks[0].parameters()).device)
-        """Sum over micro-batches; of this rank, if it has the last stage."""
-        self.sums: dict[str, torch.Tensor] = {}
-        """Likewise of each metric."""
+        super().__init__(model, parallel, head, rows, given.temperature)
+        self._given = given
 
     def finish(self, figures: torch.Tensor, laid: Laid) -> torch.Tensor:
         """Return the loss."""
         if laid.is_filling:
             return figures.sum()  # it has no loss tokens, so it is 0, and so is its gradient
-        loss, metrics = self._loss_fn(self._head.token_output(figures), laid.batch)
-        self.loss = self.loss + loss.detach()
-        for name, value in metrics.items():
-            self.sums[name] = self.sums.get(name, torch.zeros_like(self.loss)) + value.detach()
-        return loss
+        return self._given.loss(self._head.token_output(figures), laid.batch)
 
 
 def _as_it_is(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:

@@ -11,16 +11,17 @@ import torch.distributed as dist
 from verl_engine.contract.errors import EngineError
 
 if TYPE_CHECKING:
+    from verl_engine.engine.metrics import Key
     from verl_megatron_mindspeed.parallel import Parallel
 
 
-def agree(parallel: Parallel, failure: Exception | None, names: tuple[str, ...] = ()) -> tuple[str, ...]:
+def agree(parallel: Parallel, failure: Exception | None, keys: tuple[Key, ...] = ()) -> tuple[Key, ...]:
     """Raise on all ranks of a pipeline what went wrong on one.
 
     Args:
         parallel: whose pipeline.
         failure: what went wrong on this rank.
-        names: of the metrics, where this is the last stage.
+        keys: what there is of metrics, where this is the last stage.
     Returns:
         Those of the last stage.
     Raises:
@@ -29,8 +30,8 @@ def agree(parallel: Parallel, failure: Exception | None, names: tuple[str, ...] 
     Collectives: an all-gather of objects over the pipeline's ranks.
     """
     pipeline = parallel.pipeline
-    told: list[tuple[bytes | str | None, tuple[str, ...]]] = [(None, ())] * pipeline.size
-    dist.all_gather_object(told, (_portable(failure), names), group=pipeline.group)
+    told: list[tuple[bytes | str | None, tuple[Key, ...]]] = [(None, ())] * pipeline.size
+    dist.all_gather_object(told, (_portable(failure), keys), group=pipeline.group)
     if failure is not None:
         raise failure
     for stage, (found, _) in enumerate(told):

@@ -19,11 +19,12 @@ from verl_megatron_mindspeed.forward.passes import InferencePass, Pass, Training
 from verl_megatron_mindspeed.forward.pipeline import agree, from_last_stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterator, Sequence
 
-    from verl_engine.engine.base import LossFn
+    from verl_engine.engine.base import MicroBatchPass
     from verl_engine.engine.device import Device
+    from verl_engine.engine.metrics import Key
+    from verl_engine.engine.temperature import Temperature
     from verl_engine.engine.token_output import TokenOutput
     from verl_megatron_mindspeed.config import MegatronConfig
     from verl_megatron_mindspeed.model.build import MegatronModel
@@ -57,19 +58,19 @@ class Schedule:
             else None
         )
 
-    def infer(self, batch: PackedBatch, temperature: float) -> TokenOutput:
+    def infer(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
         """Run a micro-batch forward, without gradient.
 
         Args:
             batch: on the device; the same on all ranks that split the model.
-            temperature: divides the logits.
+            temperature: divides the logits: a number, or [T].
         Returns:
             The output of all tokens, on every rank.
         Raises:
             Exception: whatever the model raises; on all ranks of the pipeline if it is on one.
         Collectives: those of the model's parallelism, and a broadcast from the last pipeline stage.
         """
-        run = InferencePass(self._model, self._parallel, self._head, self._rows, temperature)
+        run = InferencePass(self._model, self._parallel, self._head, self._rows, lambda _: temperature)
         with torch.no_grad():
             self._go(run, [batch], forward_only=True)
             if self._parallel.pipeline.size > 1:
@@ -79,66 +80,48 @@ class Schedule:
                 figures_TF = torch.empty(batch.num_tokens, len(self._head.gives), device=self._device.torch_device)
             return self._head.token_output(from_last_stage(figures_TF.contiguous(), self._parallel))
 
-    def train(
-        self,
-        training: Training,
-        micro_batches: Sequence[PackedBatch],
-        loss_fn: LossFn,
-        loss_scale: float,
-        temperature: float,
-        gradient_sync: Callable[[bool], AbstractContextManager[None]],
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Accumulate the gradient of ``loss_scale`` times the summed loss; see `Engine.forward_backward`.
+    def train(self, training: Training, given: MicroBatchPass) -> None:
+        """Accumulate the gradient of the scaled loss; see `Engine.forward_backward`.
 
         Args:
             training: reduces the gradient, and scales the loss for float16.
-            micro_batches: on the device; the same on all ranks that split the model, as many on every rank.
-            loss_fn: called where the last pipeline stage is.
-            loss_scale: multiplies the loss.
-            temperature: divides the logits.
-            gradient_sync: makes the context of a micro-batch, given whether it is the last.
-        Returns:
-            Loss and metrics, unscaled and summed, without gradient; the same on all ranks of a pipeline.
+            given: micro-batches on the device; the same on all ranks that split the model, as many on every rank. Its
+                totals become the same on all ranks of a pipeline.
         Raises:
             Exception: whatever loss or model raise; on all ranks of the pipeline if it is on one.
         """
-        run = TrainingPass(self._model, self._parallel, self._head, self._rows, temperature, loss_fn)
+        run = TrainingPass(self._model, self._parallel, self._head, self._rows, given)
         transformer = self._model.transformer
         scale = transformer.grad_scale_func
-        # Megatron scales the router's own losses by the same function, so it has to hold all factors.
-        with _fields(transformer, grad_scale_func=lambda loss: (loss if scale is None else scale(loss)) * loss_scale):
-            if self._parallel.pipeline.size > 1:
-                return self._train_pipeline(run, training, micro_batches, gradient_sync)
-            for index, batch in enumerate(micro_batches):
-                is_last = index == len(micro_batches) - 1
-                finalize = training.finalize if is_last else None
-                with gradient_sync(is_last), _fields(transformer, finalize_model_grads_func=finalize):
-                    self._go(run, [batch])
-        return run.loss, run.sums
 
-    def _train_pipeline(
-        self,
-        run: TrainingPass,
-        training: Training,
-        micro_batches: Sequence[PackedBatch],
-        gradient_sync: Callable[[bool], AbstractContextManager[None]],
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        def scaled(loss: torch.Tensor) -> torch.Tensor:
+            return (loss if scale is None else scale(loss)) * given.loss_scale
+
+        # Megatron scales the router's own losses by the same function, so it has to hold all factors.
+        with _fields(transformer, grad_scale_func=scaled):
+            if self._parallel.pipeline.size > 1:
+                self._train_pipeline(run, training, given)
+                return
+            for index, (batch, sync) in enumerate(given, 1):
+                finalize = training.finalize if index == len(given.micro_batches) else None
+                with sync, _fields(transformer, finalize_model_grads_func=finalize):
+                    self._go(run, [batch])
+
+    def _train_pipeline(self, run: TrainingPass, training: Training, given: MicroBatchPass) -> None:
         """Run all micro-batches in one schedule."""
-        names: tuple[str, ...] = ()
+        keys: tuple[Key, ...] = ()
 
         def finalize(*arguments: Any, **options: Any) -> None:
-            nonlocal names
+            nonlocal keys
             # Before anything is reduced: where a backward is missing, so are some of Megatron's reductions.
-            names = agree(self._parallel, run.guard.failure, tuple(run.sums))
+            keys = agree(self._parallel, run.guard.failure, given.totals.keys)
             training.finalize(*arguments, **options)
 
-        with PipelineContexts(gradient_sync, len(micro_batches), self._model.chunks) as contexts:
+        with PipelineContexts(given, self._model.chunks) as contexts:
             options = {"no_sync_func": contexts.hold, "finalize_model_grads_func": finalize}
             with _fields(self._model.transformer, **options):
-                self._go(run, micro_batches)
-        own = torch.stack([run.loss, *(run.sums.get(name, torch.zeros_like(run.loss)) for name in names)])
-        loss, *sums = from_last_stage(own, self._parallel).unbind()
-        return loss, dict(zip(names, sums, strict=True))
+                self._go(run, given.micro_batches)
+        given.totals.take(keys, from_last_stage(given.totals.vector(keys), self._parallel))
 
     def _go(self, run: Pass, batches: Sequence[PackedBatch], *, forward_only: bool = False) -> None:
         """Let Megatron's schedule run them."""

@@ -62,13 +62,13 @@ def build_optimizer(config: MegatronConfig, chunks: Sequence[Any]) -> ChainedOpt
     return optimizer
 
 
-def spare_vectors(slices: Sequence[Slice], weight_decay: float) -> None:
-    """Set each group's weight decay, which Megatron leaves to its own scheduler: none for vectors."""
-    decayed = {id(each.held) for each in slices if each.parameter.ndim > 1}
+def set_weight_decay(slices: Sequence[Slice], config: MegatronConfig) -> None:
+    """Set each group's weight decay, which Megatron leaves to its own scheduler; its groups keep vectors apart."""
+    decayed = {id(each.held) for each in slices if each.parameter.ndim > 1 or config.decay_vectors}
     for inner in inner_optimizers(slices):
         for group in inner.param_groups:
             is_decayed = any(id(held) in decayed for held in group["params"])
-            group["weight_decay"] = weight_decay if is_decayed else 0.0
+            group["weight_decay"] = config.weight_decay if is_decayed else 0.0
 
 
 def inner_optimizers(slices: Sequence[Slice]) -> list[torch.optim.Optimizer]:

@@ -16,7 +16,7 @@ from verl_megatron_mindspeed.update.optimizer import (
     build_optimizer,
     fill_state,
     inner_optimizers,
-    spare_vectors,
+    set_weight_decay,
     wrap_chunks,
 )
 from verl_megatron_mindspeed.update.slices import Slice, find_slices
@@ -24,7 +24,6 @@ from verl_megatron_mindspeed.weights.places import find_places
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from contextlib import AbstractContextManager
 
     from verl_engine.engine.device import Device
     from verl_megatron_mindspeed.config import MegatronConfig
@@ -63,7 +62,7 @@ class Training:
             for name, parameter in chunk.named_parameters()
         }
         self.slices = find_slices(self._optimizer.chained_optimizers, names)
-        spare_vectors(self.slices, config.weight_decay)
+        set_weight_decay(self.slices, config)
         self._slice_of = {each.parameter: each for each in self.slices}
         places = find_places(model, parallel)
         self._norm = GradientNorm(self.slices, places, device.torch_device, is_distributed=config.distributed_optimizer)
@@ -74,22 +73,22 @@ class Training:
         """Multiply a loss by float16's loss scale; Megatron calls it before the backward."""
         return loss if self.loss_scaler is None else loss * self.loss_scaler.scale
 
-    def gradient_sync(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
-        """See `Gradients.sync`."""
-        return self.gradients.sync(is_last_micro_batch=is_last_micro_batch)
-
     def finalize(self, chunks: list[Any], num_tokens: Any = None, **options: Any) -> None:
         """Reduce the gradients; for the schedule's ``finalize_model_grads_func``. See `Gradients.finalize`."""
         self.gradients.finalize(chunks, num_tokens, **options)
 
     @torch.no_grad()
-    def step(self) -> OptimizerStep:
+    def step(self, learning_rate: float | None = None) -> OptimizerStep:
         """Clip and step, or skip on all ranks alike when the norm is not finite; then forget the gradients.
 
+        Args:
+            learning_rate: used as it is; None for the schedule's.
         Collectives: an all-reduce of the norm over all ranks, with ``count_zeros`` another, and with the distributed
         optimizer all-gathers of the weights, unless they overlap with the next forward.
         """
-        rate = self.config.learning_rate * lr_multiplier(self.config, self.num_steps)
+        rate = learning_rate
+        if rate is None:
+            rate = self.config.learning_rate * lr_multiplier(self.config, self.num_steps)
         self._optimizer.prepare_grads()  # from the buffers to where torch's optimizer looks for them
         scale = 1.0 if self.loss_scaler is None else self.loss_scaler.scale
         norm = self._norm.norm() / scale

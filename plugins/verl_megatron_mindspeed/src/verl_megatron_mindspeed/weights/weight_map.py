@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from verl_engine.contract.errors import WeightsError
 from verl_engine.engine.base import WeightShard, WeightSpec
+from verl_engine.engine.weights.incoming import paired_shards, paired_weights
 from verl_engine.engine.weights.model_files import ModelFiles
 from verl_engine.engine.weights.module_weights import is_first_rank
-from verl_engine.engine.weights.shards import part_of
+from verl_engine.engine.weights.shards import part_of, shared_by
 from verl_engine.engine.weights.tensor_parts import TensorParts
 from verl_megatron_mindspeed.weights.agreement import num_ranks, on_all_ranks
 from verl_megatron_mindspeed.weights.fit import missing_weights, report
@@ -55,17 +56,20 @@ class WeightMap:
         self._folder: Path | None = None
         self._files = ModelFiles({})
 
-        def look() -> list[_Holding]:
+        def look() -> list[tuple[_Holding, bool]]:
             self._blocks = blocks_of(find_places(model, parallel))
-            return [_holding(name, block) for name, block in self._blocks.items() if not block.is_copy]
+            return [(_holding(name, block), block.is_copy) for name, block in self._blocks.items()]
 
         specs: dict[str, WeightSpec] = {}
         self._senders: dict[str, dict[_Holding, int]] = {}
+        self._holders: dict[_Holding, list[int]] = {}
         for rank, held in enumerate(on_all_ranks(look, "the model's parameters")):
-            for holding in held:
-                specs[holding.spec.name] = holding.spec
-                # Replicas are equal, and the first rank that has one sends it.
-                self._senders.setdefault(holding.spec.name, {}).setdefault(holding, rank)
+            for holding, is_copy in held:
+                self._holders.setdefault(holding, []).append(rank)
+                if not is_copy:
+                    specs[holding.spec.name] = holding.spec
+                    # Replicas are equal, and the first rank that has one sends it.
+                    self._senders.setdefault(holding.spec.name, {}).setdefault(holding, rank)
         self._specs = {name: specs[name] for name in sorted(specs, key=_in_natural_order)}
 
     def specs(self) -> list[WeightSpec]:
@@ -108,11 +112,12 @@ class WeightMap:
         """Yield this rank's part of each weight, empty where it holds none. No collectives."""
         for spec in self._specs.values():
             own = self._blocks.get(spec.name)
-            if own is None:
-                nothing = torch.empty((0, *spec.shape[1:]), dtype=spec.dtype, device=self._device.torch_device)
-                yield WeightShard(spec.name, spec.shape, (0,) * len(spec.shape), nothing)
-            else:
-                yield WeightShard(spec.name, spec.shape, own.offsets, own.content())
+            view_shape, offsets, shape = self._place(spec)
+            content = (
+                torch.empty(shape, dtype=spec.dtype, device=self._device.torch_device) if own is None else own.content()
+            )
+            holders = [] if own is None else self._holders[_holding(spec.name, own)]
+            yield WeightShard(spec.name, view_shape, offsets, content, *shared_by(holders, content.numel()))
 
     def load_full_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], get: Callable[[torch.Tensor], Held] | None = None
@@ -125,20 +130,13 @@ class WeightMap:
         Raises:
             WeightsError: a name or shape that the model does not have, or a weight that is missing.
         """
-        missing = dict(self._specs)
-        for name, whole in weights:
-            spec = _take(missing, name, f"of shape {tuple(whole.shape)}")
-            if tuple(whole.shape) != spec.shape:
-                raise WeightsError(
-                    f"weight {name} of shape {tuple(whole.shape)} does not fit: the model has shape {spec.shape}"
-                )
-            own = self._blocks.get(name)
+        for spec, whole in paired_weights(self._specs, weights, lambda spec: spec.shape):
+            own = self._blocks.get(spec.name)
             if own is not None:
                 own.fill(part_of(whole, own.offsets, own.shape))
             if own is not None and get is not None:
                 for offsets, part in own.parts(get):
                     part.copy_(part_of(whole, offsets, part.shape))
-        _require_none(missing)
 
     def load_weight_shards(self, shards: Iterable[WeightShard]) -> None:
         """Copy parts into the parameters, as `weight_shards` of the same rank gives them. No collectives.
@@ -146,21 +144,17 @@ class WeightMap:
         Raises:
             WeightsError: a name or place that is not this rank's, or a weight that is missing.
         """
-        missing = dict(self._specs)
-        for shard in shards:
-            what = f"at {shard.offsets}, of shape {tuple(shard.tensor.shape)}, in {shard.view_shape}"
-            spec = _take(missing, shard.name, what)
-            own = self._blocks.get(shard.name)
-            offsets = (0,) * len(spec.shape) if own is None else own.offsets
-            shape = (0, *spec.shape[1:]) if own is None else own.shape
-            if (shard.view_shape, shard.offsets, tuple(shard.tensor.shape)) != (spec.shape, offsets, shape):
-                raise WeightsError(
-                    f"the part of {shard.name} {what} is not this rank's, which is at {offsets}, of shape {shape}, in "
-                    f"{spec.shape}"
-                )
+        for spec, part in paired_shards(self._specs, shards, self._place):
+            own = self._blocks.get(spec.name)
             if own is not None:
-                own.fill(shard.tensor)
-        _require_none(missing)
+                own.fill(part)
+
+    def _place(self, spec: WeightSpec) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Return view shape, offsets and shape of this rank's part, which is empty where it has none."""
+        own = self._blocks.get(spec.name)
+        if own is None:
+            return spec.shape, (0,) * len(spec.shape), (0, *spec.shape[1:])
+        return spec.shape, own.offsets, own.shape
 
     def load_folder(self, folder: Path) -> None:
         """Read the weights; each rank reads its own parts. A head that a critic's folder lacks stays as it is.
@@ -237,18 +231,6 @@ class WeightMap:
 
 def _holding(name: str, block: Block) -> _Holding:
     return _Holding(WeightSpec(name, block.whole_shape, block.dtype), block.offsets, block.shape)
-
-
-def _take(missing: dict[str, WeightSpec], name: str, what: str) -> WeightSpec:
-    """Tick off a weight that came."""
-    if name not in missing:
-        raise WeightsError(f"weight {name} {what} does not fit: the model has no such weight, or had it already")
-    return missing.pop(name)
-
-
-def _require_none(missing: dict[str, WeightSpec]) -> None:
-    if missing:
-        raise WeightsError(f"{len(missing)} weights are missing: {', '.join(sorted(missing)[:5])}")
 
 
 def _in_natural_order(name: str) -> list[tuple[bool, int, str]]:

@@ -1,0 +1,156 @@
+"""Engines of the mutants whose passes or steps are wrong: fsdp2's, with one thing wrong each."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+
+from verl_engine.engine.base import Engine, TokenOutput
+from verl_engine.engine.lr_schedule import lr_multiplier
+from verl_fsdp.fsdp2.engine import Fsdp2Engine
+
+if TYPE_CHECKING:
+    from verl_engine.batch.packed import PackedBatch
+    from verl_engine.contract.optimizer_step import OptimizerStep
+    from verl_engine.engine.base import MicroBatchPass
+    from verl_engine.engine.temperature import Temperature
+
+
+class HookNotEntered(Fsdp2Engine):
+    """Brings a schedule of its own, and forgets the hook in it."""
+
+    def forward_backward(self, run: MicroBatchPass) -> None:
+        run.gradient_sync = lambda _: nullcontext()
+        super().forward_backward(run)
+
+
+class OwnNormalizer(Fsdp2Engine):
+    """Brings a schedule of its own, and divides by the loss tokens whatever is asked for."""
+
+    def forward_backward(self, run: MicroBatchPass) -> None:
+        count = torch.tensor(sum(batch.loss_positions.numel() for batch in run.micro_batches))
+        torch.distributed.all_reduce(count)
+        run.loss_scale = self.gradient_divisor / int(count)
+        super().forward_backward(run)
+
+
+class SumsOnly(Fsdp2Engine):
+    """Brings a schedule of its own, and knows of no metrics but sums."""
+
+    def forward_backward(self, run: MicroBatchPass) -> None:
+        super().forward_backward(run)
+        sums = tuple(key for key in run.totals.keys if key[1] == "sum")
+        run.totals.take(sums, run.totals.vector(sums))
+
+
+class ScheduleAdvances(Fsdp2Engine):
+    """The schedule counts skipped steps."""
+
+    def optimizer_step(self, learning_rate: float | None = None) -> OptimizerStep:
+        step = super().optimizer_step(learning_rate)
+        if not step.applied:
+            self.schedule.step()
+        return step
+
+
+class GivenRateIgnored(Fsdp2Engine):
+    """Steps at the schedule's rate, whatever is given."""
+
+    def optimizer_step(self, learning_rate: float | None = None) -> OptimizerStep:
+        step = super().optimizer_step()
+        return step if learning_rate is None else dataclasses.replace(step, learning_rate=learning_rate)
+
+
+class GivenRateScheduled(Fsdp2Engine):
+    """Takes a given rate for the peak of its schedule."""
+
+    def optimizer_step(self, learning_rate: float | None = None) -> OptimizerStep:
+        if learning_rate is None:
+            return super().optimizer_step()
+        factor = lr_multiplier(self.config, self.schedule.last_epoch)
+        return dataclasses.replace(super().optimizer_step(learning_rate * factor), learning_rate=learning_rate)
+
+
+class NoGradientSync(Fsdp2Engine):
+    """Says nothing of when gradients are reduced."""
+
+    gradient_sync = Engine.gradient_sync
+
+
+class MixedSequences(Fsdp2Engine):
+    """Attention does not know where sequences end."""
+
+    def forward(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
+        return super().forward(dataclasses.replace(batch, lengths=(batch.num_tokens,)), temperature)
+
+
+class PositionsGoOn(Fsdp2Engine):
+    """Numbers the tokens of a micro-batch through, as if it were one sequence."""
+
+    def forward(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
+        through = torch.arange(batch.num_tokens)
+        return super().forward(dataclasses.replace(batch, position_ids=through), temperature)
+
+
+class SilentRank(Fsdp2Engine):
+    """Spares itself the forward of an empty micro-batch, in which the others wait for it."""
+
+    def forward(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
+        if batch.loss_positions.numel() == 0:
+            return TokenOutput(torch.zeros(batch.num_tokens, requires_grad=True))
+        return super().forward(batch, temperature)
+
+
+class TemperatureInInferenceOnly(Fsdp2Engine):
+    """Trains at temperature 1, whatever is asked for."""
+
+    def forward(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
+        return super().forward(batch, 1.0 if torch.is_grad_enabled() else temperature)
+
+
+class TemperatureOfTheTokenBefore(Fsdp2Engine):
+    """Divides by the temperature of the token that predicts, not of the one that is predicted."""
+
+    def forward(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
+        rolled = temperature.roll(1) if isinstance(temperature, torch.Tensor) else temperature
+        return super().forward(batch, rolled)
+
+
+class PositionsIgnored(Fsdp2Engine):
+    """Counts positions itself, whatever the sequences bring."""
+
+    def forward(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
+        counted = torch.cat([torch.arange(length) for length in batch.lengths])
+        return super().forward(dataclasses.replace(batch, position_ids=counted), temperature)
+
+
+class FieldsAsFloats(Fsdp2Engine):
+    """Brings a schedule of its own, and takes every field for a number of float32."""
+
+    def forward_backward(self, run: MicroBatchPass) -> None:
+        run.micro_batches = [
+            dataclasses.replace(batch, fields={name: field.float() for name, field in batch.fields.items()})
+            for batch in run.micro_batches
+        ]
+        super().forward_backward(run)
+
+
+class EntropyAtTemperatureOne(Fsdp2Engine):
+    """Divides the logits for log-probs only."""
+
+    def forward(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
+        output = super().forward(batch, temperature)
+        if output.given_entropy is None:
+            return output
+        return dataclasses.replace(output, given_entropy=super().forward(batch, 1.0).entropy)
+
+
+class EntropyWithoutGradient(Fsdp2Engine):
+    """Computes the entropy, but its gradient stops there."""
+
+    def forward(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
+        output = super().forward(batch, temperature)
+        return dataclasses.replace(output, given_entropy=output.given_entropy.detach())  # type: ignore[union-attr]

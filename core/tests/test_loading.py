@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from verl_engine.contract.errors import (
 )
 from verl_engine.contract.kinds import BACKEND, COMMAND, KIND, OBSERVER, KindSpec
 from verl_engine.contract.names import BACKENDS_GROUP
+from verl_engine.host.install_hints import pip_install
 from verl_engine.host.loading import load_plugin
 
 if TYPE_CHECKING:
@@ -120,7 +122,8 @@ def test_another_plugin_api_is_refused_before_the_import(site: Path, version: in
     write_distribution(
         site, "toy", {GROUP: {"toy": "toy_x"}}, modules={"toy_x": ""}, keywords=[f"verl-engine-api-{version}"]
     )
-    with pytest.raises(PluginApiVersionError, match=rf"written for plugin API {version},.* --upgrade {upgrade}$"):
+    advice = re.escape(pip_install("--upgrade", upgrade))  # of the core from where it came: a checkout here
+    with pytest.raises(PluginApiVersionError, match=rf"written for plugin API {version},.* {advice}$"):
         load_plugin(THING, "toy")
     assert "toy_x" not in sys.modules
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -52,10 +53,14 @@ def test_a_missing_library_is_answered_with_the_steps_to_install_it(monkeypatch:
 
 
 def test_the_doctor_tells_how_to_get_it() -> None:
-    arguments = "['--backend', 'fsdp_turbo', '--json']"
-    printed = run(f"from verl_engine.command.doctor.command import run; run({arguments}, 'doctor')", None)
-    assert "it needs the module fsdp_turbo, which cannot be found" in printed
-    assert "git clone" in printed
+    program = "from verl_engine.command.app import main; main(['doctor', '--backend', 'fsdp_turbo', '--json'])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=without_path(), check=False
+    )
+    assert done.returncode == 1
+    (finding,) = json.loads(done.stdout)["findings"]
+    assert finding["text"] == "missing module fsdp_turbo, which is on no package index"
+    assert finding["fix"] == INSTALL
 
 
 def test_the_conformance_kit_is_not_started_without_it() -> None:

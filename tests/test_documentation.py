@@ -61,7 +61,7 @@ def test_what_git_runs_is_local() -> None:
 
 def test_every_note_has_a_name_that_towncrier_takes() -> None:
     names = [path.name for path in (ROOT / "changelog.d").iterdir()]
-    pattern = r"(\d+|\+[\w.-]+|\d+-\w+)\.(added|changed|fixed|removed)(\.\d+)?\.md"
+    pattern = r"(\d+|\+[\w.-]+)\.(added|changed|fixed|removed)(\.\d+)?\.md"
     assert [name for name in names if not re.fullmatch(pattern, name)] == []
 
 

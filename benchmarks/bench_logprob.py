@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from verl_engine.engine.linear_log_probs import Entropy, linear_log_probs
-from verl_engine.engine.output_from_logits import figures_from_logits
+from verl_engine.engine.output_from_logits import numbers_from_logits
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -62,7 +62,7 @@ def run(way: str, entropy: Entropy, inputs: Inputs, answer: Connection) -> None:
     before = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
     start = time.process_time()
     if way == "naive":
-        found = figures_from_logits(inputs.hidden @ inputs.weight.T, inputs.targets, 1.0, entropy)
+        found = numbers_from_logits(inputs.hidden @ inputs.weight.T, inputs.targets, 1.0, entropy)
     else:
         found = linear_log_probs(inputs.hidden, inputs.weight, inputs.targets, chunk=CHUNK, entropy=entropy)
     logp, second = found

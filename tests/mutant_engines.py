@@ -275,12 +275,12 @@ class ValueOfTheTokenItself(Fsdp2Engine):
 
     def __init__(self, config: Fsdp2Config, model_folder: Path) -> None:
         super().__init__(config, model_folder)
-        figures = self.head.figures
+        numbers = self.head.numbers
 
         def late(model: Any, run: Any, targets: torch.Tensor, temperature: Temperature) -> torch.Tensor:
-            return figures(model, dataclasses.replace(run, columns=run.columns + 1), targets, temperature)
+            return numbers(model, dataclasses.replace(run, columns=run.columns + 1), targets, temperature)
 
-        self.head.figures = late  # type: ignore[method-assign] # that is what is wrong with it
+        self.head.numbers = late  # type: ignore[method-assign] # that is what is wrong with it
 
 
 class HeadDropout(Fsdp2Engine):

@@ -96,7 +96,7 @@ class PositionsGoOn(Fsdp2Engine):
 
 
 class SilentRank(Fsdp2Engine):
-    """Spares itself the forward of an empty micro-batch, in which the others wait for it."""
+    """Skips the forward of an empty micro-batch, in which the others wait for it."""
 
     def forward(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
         if batch.loss_positions.numel() == 0:

@@ -1,4 +1,4 @@
-"""The tutorial builds what `new-backend` writes, line by line, and keeps its promise of a small engine."""
+"""The tutorial builds what `new-backend` writes, line by line, and the engine is as small as it says."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ CASES: Final = {
     "tie_broken": Case("accumulation/tied", "is off by", "weights/tied"),
     "tied_twice": Case("weights/tied", "do not have the same names: lm_head.weight", "weights/export"),
     "saves_what_it_loaded": Case("weights/saved_folder", "weights differ", "weights/export"),
-    "shards_at_the_start": Case("weights/shards", "do not make whole weights", "weights/export"),
+    "shards_at_the_start": Case("weights/shards", "do not make full weights", "weights/export"),
     "shards_not_taken": Case("weights/shards_import", "imported in parts", "weights/shards"),
     "shards_unchecked": Case("weights/shards_refusals", "a part that belongs elsewhere", "weights/shards_import"),
     "forward_only_rounded": Case("forward_only/log_probs", "differ", "forward_only/refusal"),
@@ -124,10 +124,10 @@ CASES: Final = {
     "split_sequences_claimed": Case("config/ranks", "do not each have a part", "config/fields"),
     "replicas_unsaid": Case("weights/shard_replicas", "replicas and is_replica of parts are wrong", "weights/shards"),
     "vectors_never_decayed": Case("optimizer/decay_vectors", "is off by", "optimizer/adamw"),
-    "lax_config": Case("config/wrong_fields", "without a word", "config/fields"),
+    "lax_config": Case("config/wrong_fields", "silently", "config/fields"),
     "heavy_hooks": Case("loading/hooks_module", "imported torch", "loading/listing"),
     "silent_rank": Case(
-        "deadlock/idle_ranks", "no answer from ranks 0, 1 of 2 within 8 s", "deadlock/uneven_micro_batches"
+        "deadlock/idle_ranks", "no result from ranks 0, 1 of 2 within 8 s", "deadlock/uneven_micro_batches"
     ),
 }
 CHECKS: Final = {check.name: check for check in all_checks()}

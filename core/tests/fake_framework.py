@@ -190,8 +190,8 @@ def run_script(folder: Path, *arguments: str, **environment: str) -> dict[str, A
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
-    return answer
+    result: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
+    return result
 
 
 def run_code(folder: Path, code: str, **environment: str) -> dict[str, Any]:

@@ -40,8 +40,8 @@ class KeepingEngine(ModuleEngine):
     """Log-probs are sums of the logits, no more."""
 
     def forward(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
-        figures = self.parameters["logits"].sum(1)[batch.input_ids] / temperature
-        return TokenOutput(torch.where(batch.loss_mask, figures, 0.0))
+        numbers = self.parameters["logits"].sum(1)[batch.input_ids] / temperature
+        return TokenOutput(torch.where(batch.loss_mask, numbers, 0.0))
 
     def clip_gradients(self) -> torch.Tensor:
         return torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)

@@ -290,7 +290,7 @@ def test_the_module_runs_as_the_command() -> None:
     assert done.stdout == f"verl-engine {__version__}\n"
 
 
-def test_the_startup_benchmark_prints_its_figures_last() -> None:
+def test_the_startup_benchmark_prints_its_numbers_last() -> None:
     benchmark = Path(__file__).parents[2] / "benchmarks" / "bench_startup.py"
     done = subprocess.run(
         [sys.executable, str(benchmark), "--rounds", "1", "--json"], capture_output=True, text=True, check=True

@@ -57,8 +57,8 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("style", ["wait", "fix"])
 @pytest.mark.parametrize("events", list(itertools.permutations(["prepare", "framework", "third"])), ids="-".join)
 def test_every_order_is_whole_or_refused(folder: Path, style: str, events: tuple[str, ...]) -> None:
-    answer = run_script(folder, str(folder / "script.py"), style, *events, "create")
-    views, refusal = answer["views"], answer["refusal"]
+    result = run_script(folder, str(folder / "script.py"), style, *events, "create")
+    views, refusal = result["views"], result["refusal"]
     assert is_whole(views)
     if events[0] == "prepare":
         assert refusal == ""
@@ -75,16 +75,16 @@ def test_every_order_is_whole_or_refused(folder: Path, style: str, events: tuple
 
 @pytest.mark.parametrize("events", list(itertools.permutations(["prepare", "submodule", "create"])), ids="-".join)
 def test_creating_needs_the_preparation_first(folder: Path, events: tuple[str, ...]) -> None:
-    answer = run_script(folder, str(folder / "script.py"), "wait", *events)
-    assert is_whole(answer["views"])
+    result = run_script(folder, str(folder / "script.py"), "wait", *events)
+    assert is_whole(result["views"])
     if events[0] == "prepare":
-        assert answer["refusal"] == ""
-        assert set(answer["views"].values()) == {"patched"}
+        assert result["refusal"] == ""
+        assert set(result["views"].values()) == {"patched"}
     elif events[0] == "create":
-        assert "creates an engine in a process that it has not prepared; call BackendHost.prep" in answer["refusal"]
-        assert answer["views"] == {}
+        assert "creates an engine in a process that it has not prepared; call BackendHost.prep" in result["refusal"]
+        assert result["views"] == {}
     else:
-        assert answer["refusal"].startswith("ImportOrderError: ")
+        assert result["refusal"].startswith("ImportOrderError: ")
 
 
 @pytest.mark.parametrize(

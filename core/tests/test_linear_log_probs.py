@@ -10,7 +10,7 @@ import torch
 
 from core.tests.largest_tensor import LargestTensor
 from verl_engine.engine.linear_log_probs import Entropy, linear_log_probs
-from verl_engine.engine.output_from_logits import figures_from_logits
+from verl_engine.engine.output_from_logits import numbers_from_logits
 
 if TYPE_CHECKING:
     from verl_engine.engine.temperature import Temperature
@@ -40,15 +40,15 @@ def naive(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: Temperature, entropy: Entropy
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     logits = torch.nn.functional.linear(hidden, weight, bias)
-    return figures_from_logits(logits, targets(len(hidden)), temperature, entropy)
+    return numbers_from_logits(logits, targets(len(hidden)), temperature, entropy)
 
 
-def gradients(figures: tuple[torch.Tensor, torch.Tensor | None], leaves: list[Any]) -> list[torch.Tensor]:
-    """Gradient of a sum with another factor for each figure of each token."""
+def gradients(numbers: tuple[torch.Tensor, torch.Tensor | None], leaves: list[Any]) -> list[torch.Tensor]:
+    """Gradient of a sum with another factor for each number of each token."""
     total = torch.zeros(())
-    for place, figure in enumerate(figures):
-        if figure is not None and figure.requires_grad:
-            total = total + (figure * torch.linspace(-1.0, 2.0 + place, len(figure))).sum()
+    for place, number in enumerate(numbers):
+        if number is not None and number.requires_grad:
+            total = total + (number * torch.linspace(-1.0, 2.0 + place, len(number))).sum()
     needed = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     return list(torch.autograd.grad(total, needed, retain_graph=True))
 
@@ -72,20 +72,20 @@ def test_a_worked_example() -> None:
 @both
 @pytest.mark.parametrize(("num", "chunk"), [(1, 256), (7, 3), (7, 1), (6, 3)])
 def test_gradcheck_in_float64(num: int, chunk: int, has_bias: bool, entropy: Entropy) -> None:
-    def figures(*leaves: Any) -> tuple[torch.Tensor, ...]:
+    def numbers(*leaves: Any) -> tuple[torch.Tensor, ...]:
         hidden, weight, bias = (*leaves, None)[:3]
         found = linear_log_probs(hidden, weight, targets(num), 0.7, bias, chunk=chunk, entropy=entropy)
-        return tuple(figure for figure in found if figure is not None)
+        return tuple(number for number in found if number is not None)
 
     leaves = [leaf for leaf in inputs(num, torch.float64, has_bias=has_bias) if leaf is not None]
-    assert torch.autograd.gradcheck(figures, leaves)
+    assert torch.autograd.gradcheck(numbers, leaves)
 
 
 @any_entropy
 @both
 @pytest.mark.parametrize("chunk", [1, 4, 256])
 @pytest.mark.parametrize("temperature", [1.0, 0.5, torch.linspace(0.5, 2.0, 9)], ids=["1", "half", "each"])
-def test_figures_and_gradients_equal_those_from_logits(
+def test_numbers_and_gradients_equal_those_from_logits(
     temperature: Temperature, chunk: int, has_bias: bool, entropy: Entropy
 ) -> None:
     hidden, weight, bias = leaves = inputs(9, has_bias=has_bias)
@@ -113,7 +113,7 @@ def test_half_precision_is_about_as_exact_as_plain_logits_in_it(dtype: torch.dty
         assert theirs is not None
         assert (own - right).abs().max() <= 1.01 * (theirs - right).abs().max()
     of_own, of_plain, of_truth = (
-        gradients(figures, leaves) for figures, leaves in ((found, half), (plain, half), (truth, truth_leaves))
+        gradients(numbers, leaves) for numbers, leaves in ((found, half), (plain, half), (truth, truth_leaves))
     )
     for own, theirs, right in zip(of_own, of_plain, of_truth, strict=True):
         assert own.dtype == dtype
@@ -152,7 +152,7 @@ def test_an_embedding_that_is_the_weight_too_gets_the_sum_of_both_gradients() ->
     hidden = torch.tanh(weight[ids])
     logp, _ = linear_log_probs(hidden, weight, targets(4), chunk=2)
     expected, _ = naive(hidden, weight, None, 1.0, "off")
-    (found,), (right,) = (gradients((figure, None), [weight]) for figure in (logp, expected))
+    (found,), (right,) = (gradients((number, None), [weight]) for number in (logp, expected))
     torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-6)
 
 
@@ -169,7 +169,7 @@ def test_large_logits_do_not_overflow() -> None:
     weight = torch.tensor([[1.0], [-1.0], [0.999]], requires_grad=True)
     logp, entropy = linear_log_probs(hidden, weight, torch.tensor([0]), entropy="gradient")
     assert entropy is not None
-    expected = figures_from_logits(hidden @ weight.T, torch.tensor([0]), 1.0, "gradient")
+    expected = numbers_from_logits(hidden @ weight.T, torch.tensor([0]), 1.0, "gradient")
     torch.testing.assert_close((logp, entropy), expected)
     (logp.sum() + entropy.sum()).backward()
     assert weight.grad is not None

@@ -90,7 +90,7 @@ def test_a_step_moves_the_weights_and_drops_the_gradient() -> None:
     assert step.applied
     assert step.grad_norm == pytest.approx(6**0.5)  # six trained numbers, the tied ones once
     assert step.learning_rate == 0.1
-    # AdamW: w * (1 - 0.1 * 0.5) - 0.1 * 1; the bias, a vector, is spared the decay.
+    # AdamW: w * (1 - 0.1 * 0.5) - 0.1 * 1; the bias, a vector, is excluded from decay.
     after = weights(engine)
     torch.testing.assert_close(after["inner.weight"], torch.tensor([[0.85, 1.8], [2.75, 3.7]]))
     torch.testing.assert_close(after["inner.bias"], torch.tensor([0.9, 0.9]))
@@ -181,7 +181,7 @@ def test_an_overflow_lowers_the_scale_and_is_skipped() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(engine).items())
     engine.loss_scaler.scale = 1.0
     set_gradients(engine, float("inf"))
-    assert not engine.optimizer_step().overflow, "no lower scale can mend it: it is the gradient itself"
+    assert not engine.optimizer_step().overflow, "no lower scale can fix it: it is the gradient itself"
 
 
 def test_the_rate_reported_is_the_engines_whatever_its_groups_have() -> None:
@@ -216,7 +216,7 @@ def test_training_mode_reaches_every_module() -> None:
     assert engine.module.get_submodule("inner").training
 
 
-def test_whole_weights_go_in_by_name_and_none_may_be_missing() -> None:
+def test_full_weights_go_in_by_name_and_none_may_be_missing() -> None:
     engine = make()
     new = {name: tensor + 1 for name, tensor in weights(engine).items()}
     engine.load_full_weights(reversed(new.items()))

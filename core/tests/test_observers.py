@@ -41,7 +41,7 @@ MISFIT = WRAPPING.replace("(engine)", "(engin)")
 SWALLOWING = WRAPPING.replace("return (yield)", "yield")
 ASYNC = "from verl_engine import hookimpl\n@hookimpl(wrapper=True)\nasync def engine_create(): yield\n"
 FAILING = "class Observer:\n    def __init__(self):\n        raise RuntimeError('no')\n"
-WRONG_FIGURES = f"{COUNTING}\ndef metrics():\n    return 5\n"
+WRONG_METRICS = f"{COUNTING}\ndef metrics():\n    return 5\n"
 CONFIG = EngineConfig(backend="toy", learning_rate=0.1)
 
 
@@ -52,7 +52,7 @@ def toy(site: Path) -> Path:
     )
     observers = {"counting": "obs_counting", "replacing": "obs_replacing", "misfit": "obs_misfit"}
     observers |= {"swallowing": "obs_swallowing", "passing": "obs_passing", "async": "obs_async"}
-    observers |= {"failing": "obs_failing:Observer", "empty": "obs_empty", "wrong_figures": "obs_wrong_figures"}
+    observers |= {"failing": "obs_failing:Observer", "empty": "obs_empty", "wrong_metrics": "obs_wrong_metrics"}
     modules = {
         "obs_counting": COUNTING,
         "obs_replacing": REPLACING,
@@ -62,7 +62,7 @@ def toy(site: Path) -> Path:
         "obs_swallowing": SWALLOWING,
         "obs_passing": WRAPPING,
         "obs_async": ASYNC,
-        "obs_wrong_figures": WRONG_FIGURES,
+        "obs_wrong_metrics": WRONG_METRICS,
     }
     write_distribution(site, "toy-observers", {OBSERVERS_GROUP: observers}, version="2.0", modules=modules)
     return site
@@ -86,7 +86,7 @@ def test_an_observer_that_is_not_named_is_not_imported() -> None:
 
 
 @pytest.mark.usefixtures("toy")
-def test_an_observer_wraps_every_call_and_adds_its_figures() -> None:
+def test_an_observer_wraps_every_call_and_adds_its_metrics() -> None:
     host = BackendHost.load("toy", observers=("counting",))
     assert run_step(host) == ["actor", False, True]
     assert sys.modules["obs_counting"].seen == ["actor", False, True, "step"]
@@ -106,7 +106,7 @@ def test_each_host_has_an_observer_of_its_own_and_the_last_named_is_outermost() 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("replacing", r"observer 'replacing' of toy-observers 2\.0 would answer engine_optimizer_step in the back"),
+        ("replacing", r"observer 'replacing' of toy-observers 2\.0 would implement engine_optimizer_step in the b"),
         ("misfit", r"observer 'misfit' of toy-observers 2\.0: a hook does not fit its hookspec: .*engin"),
         ("failing", r"observer 'failing' of toy-observers 2\.0: obs_failing:Observer\(\) failed: RuntimeError: no"),
         ("async", r"observer 'async' of toy-observers 2\.0: a hook does not fit its hookspec: Plugin 'observer as"),
@@ -154,9 +154,9 @@ def test_hooks_are_called_without_await() -> None:
 
 
 @pytest.mark.usefixtures("toy")
-def test_figures_must_be_numbers_by_name() -> None:
-    host = BackendHost.load("toy", observers=("wrong_figures",))
-    with pytest.raises(HookError, match=r"'wrong_figures' of toy-observers 2\.0: metrics\(\) must return a dict of"):
+def test_metrics_must_be_numbers_by_name() -> None:
+    host = BackendHost.load("toy", observers=("wrong_metrics",))
+    with pytest.raises(HookError, match=r"'wrong_metrics' of toy-observers 2\.0: metrics\(\) must return a dict of"):
         host.metrics()
 
 
@@ -178,7 +178,7 @@ def test_naming_an_observer_twice_is_refused() -> None:
         validate_engine_section({"backend": "toy", "learning_rate": 0.1, "observers": ["timing", "timing"]})
 
 
-def test_figures_that_cannot_be_had_name_the_observer() -> None:
+def test_metrics_that_cannot_be_had_name_the_observer() -> None:
     observer = Timing()
     observer.metrics = lambda: {"share": 1 / 0}  # type: ignore[method-assign]
     host = BackendHost.from_module(_module(), observers={"odd": observer})

@@ -9,7 +9,7 @@ import torch
 from verl_engine.batch.packed import PackedBatch
 from verl_engine.batch.sequence import Sequence
 from verl_engine.contract.errors import UnsupportedError
-from verl_engine.engine.output_from_logits import figures_from_logits, output_from_logits
+from verl_engine.engine.output_from_logits import numbers_from_logits, output_from_logits
 
 
 def batch() -> PackedBatch:
@@ -84,10 +84,10 @@ def test_entropy_that_was_not_asked_for_is_an_error() -> None:
 
 def test_entropy_has_a_gradient_only_where_it_is_asked_for() -> None:
     logits = torch.tensor([[0.0, math.log(3)]], requires_grad=True)
-    _, value = figures_from_logits(logits, torch.tensor([1]), 1.0, "value")
+    _, value = numbers_from_logits(logits, torch.tensor([1]), 1.0, "value")
     assert value is not None
     assert not value.requires_grad
-    _, entropy = figures_from_logits(logits, torch.tensor([1]), 1.0, "gradient")
+    _, entropy = numbers_from_logits(logits, torch.tensor([1]), 1.0, "gradient")
     assert entropy is not None
     entropy.sum().backward()
     # dH / dz_v = -p_v (log p_v + H), the same on both sides of the mean.

@@ -47,10 +47,10 @@ refusal = attempt(
 from verl_engine.patching.patches import records
 show(refusal=refusal, records=len(records()))
 """
-    answer = run_code(folder, code)
-    assert answer["refusal"] == ""
-    assert set(answer["views"].values()) == {"patched"}
-    assert answer["records"] == 4
+    result = run_code(folder, code)
+    assert result["refusal"] == ""
+    assert set(result["views"].values()) == {"patched"}
+    assert result["records"] == 4
 
 
 def test_preparing_with_other_settings_is_an_error_that_names_them(folder: Path) -> None:
@@ -83,14 +83,14 @@ finders = [type(finder).__name__ for finder in sys.meta_path]
 import fakeframe
 show(refusal=refusal, second=second, third=third, records=len(records()), finders=finders)
 """
-    answer = run_code(folder, code)
-    assert message in answer["refusal"]
+    result = run_code(folder, code)
+    assert message in result["refusal"]
     for later in ("second", "third"):
-        assert answer[later].startswith("PatchError: this process cannot be used for backend 'adaptor' of adaptor-")
-        assert "an earlier preparation failed" in answer[later]
-    assert answer["records"] == 0
-    assert "_WaitingFinder" not in answer["finders"]
-    assert set(answer["views"].values()) == {"original"}
+        assert result[later].startswith("PatchError: this process cannot be used for backend 'adaptor' of adaptor-")
+        assert "an earlier preparation failed" in result[later]
+    assert result["records"] == 0
+    assert "_WaitingFinder" not in result["finders"]
+    assert set(result["views"].values()) == {"original"}
 
 
 def test_every_stale_alias_is_named(folder: Path) -> None:
@@ -111,9 +111,9 @@ reload = attempt(lambda: importlib.reload(sys.modules["fakeframe.ops"]))
 create = attempt(lambda: backend.create(config(), None, "actor"))
 show(reload=reload, create=create)
 """
-    answer = run_code(folder, code)
-    assert "importing fakeframe.ops now would leave it unpatched for backend 'adaptor'" in answer["reload"]
-    assert "fakeframe.ops:norm holds its original" in answer["create"]
+    result = run_code(folder, code)
+    assert "importing fakeframe.ops now would leave it unpatched for backend 'adaptor'" in result["reload"]
+    assert "fakeframe.ops:norm holds its original" in result["create"]
 
 
 def test_a_reload_is_patched_again(folder: Path) -> None:
@@ -125,10 +125,10 @@ import fakeframe
 importlib.reload(fakeframe.ops)
 show(refusal=attempt(lambda: backend.create(config(), None, "actor")), loader=type(fakeframe.ops.__loader__).__name__)
 """
-    answer = run_code(folder, code)
-    assert set(answer["views"].values()) == {"patched"}
-    assert answer["loader"] == "SourceFileLoader"
-    assert answer["refusal"] == ""
+    result = run_code(folder, code)
+    assert set(result["views"].values()) == {"patched"}
+    assert result["loader"] == "SourceFileLoader"
+    assert result["refusal"] == ""
 
 
 FORK = """
@@ -149,14 +149,14 @@ def start(method, changes):
     queue = context.Queue()
     process = context.Process(target=child, args=(queue, changes))
     process.start()
-    answer = queue.get(timeout=30)
+    result = queue.get(timeout=30)
     process.join()
-    return answer
+    return result
 """
 
 
 def run_child(folder: Path, parent: str, method: str, changes: dict[str, object]) -> dict[str, object]:
-    """Run the parent's code and then the child, and return the child's answer."""
+    """Run the parent's code and then the child, and return the child's result."""
     (folder / "attempts.py").write_text(TRY, encoding="utf-8")
     (folder / "children.py").write_text(FORK.format(module="attempts"), encoding="utf-8")
     code = f"""
@@ -173,19 +173,19 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("core_first", [True, False])
 def test_a_forked_child_is_refused_for_the_modules_of_its_parent(folder: Path, core_first: bool) -> None:
     parent = "import verl_engine.host.backend_host, fakeframe" if core_first else "import fakeframe"
-    answer = run_child(folder, parent, "fork", {})
+    result = run_child(folder, parent, "fork", {})
     who = "This process has it from its parent" if core_first else "This process was forked by"
-    assert f"imported before this backend was loaded; held by __main__. {who}" in str(answer["refusal"])
-    assert f"process {answer['pid']}, which" in str(answer["refusal"])
-    assert "start this process by spawn or forkserver" in str(answer["refusal"])
-    assert "patched" not in answer["views"]  # type: ignore[operator]
+    assert f"imported before this backend was loaded; held by __main__. {who}" in str(result["refusal"])
+    assert f"process {result['pid']}, which" in str(result["refusal"])
+    assert "start this process by spawn or forkserver" in str(result["refusal"])
+    assert "patched" not in result["views"]  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_children_that_start_afresh_do_not_care_what_the_parent_imported(folder: Path, method: str) -> None:
-    answer = run_child(folder, "import fakeframe", method, {})
-    assert answer["refusal"] == ""
-    assert set(answer["views"].values()) == {"patched"}  # type: ignore[attr-defined]
+    result = run_child(folder, "import fakeframe", method, {})
+    assert result["refusal"] == ""
+    assert set(result["views"].values()) == {"patched"}  # type: ignore[attr-defined]
 
 
 PREPARED = "from seen import config, host; host().prepare_process(config())"
@@ -193,15 +193,15 @@ PREPARED = "from seen import config, host; host().prepare_process(config())"
 
 @pytest.mark.parametrize("parent", [PREPARED, f"{PREPARED}; import fakeframe"])
 def test_a_forked_child_takes_over_its_parents_preparation(folder: Path, parent: str) -> None:
-    answer = run_child(folder, parent, "fork", {"seed": 3})
-    assert answer["refusal"] == ""
-    assert set(answer["views"].values()) == {"patched"}  # type: ignore[attr-defined]
+    result = run_child(folder, parent, "fork", {"seed": 3})
+    assert result["refusal"] == ""
+    assert set(result["views"].values()) == {"patched"}  # type: ignore[attr-defined]
 
 
 def test_a_forked_child_with_other_settings_is_refused(folder: Path) -> None:
-    answer = run_child(folder, PREPARED, "fork", {"width": 5})
-    assert str(answer["refusal"]).startswith(
-        f"PreparationConflictError: this process was forked by process {answer['pid']}, which was prepared for backend"
+    result = run_child(folder, PREPARED, "fork", {"width": 5})
+    assert str(result["refusal"]).startswith(
+        f"PreparationConflictError: this process was forked by process {result['pid']}, which was prepared for backend"
     )
 
 
@@ -213,8 +213,8 @@ first.prepare_process(config())
 first.create(config(), None, "actor")
 show(refusal=attempt(lambda: host("other").prepare_process(config())))
 """
-    answer = run_code(folder, code)
-    assert answer["refusal"].startswith("PreparationConflictError: backend 'other' of other-engine 1.0 patches fakef")
+    result = run_code(folder, code)
+    assert result["refusal"].startswith("PreparationConflictError: backend 'other' of other-engine 1.0 patches fakef")
     hooks = (folder / "other_hooks.py").read_text(encoding="utf-8").replace("fakeframe.ops:", "elsewhere:")
     (folder / "other_hooks.py").write_text(hooks, encoding="utf-8")
     refusal = run_code(folder, code)["refusal"]
@@ -239,9 +239,9 @@ refusal = attempt(
 )
 show(refusal=refusal)
 """
-    answer = run_code(folder, code)
-    assert answer["refusal"] == ""
-    assert set(answer["views"].values()) == {"patched"}
+    result = run_code(folder, code)
+    assert result["refusal"] == ""
+    assert set(result["views"].values()) == {"patched"}
 
 
 def test_a_module_that_keeps_its_own_original_cannot_be_imported(folder: Path) -> None:
@@ -251,7 +251,7 @@ def test_a_module_that_keeps_its_own_original_cannot_be_imported(folder: Path) -
 host().prepare_process(config())
 show(refusal=attempt(lambda: __import__("fakeframe")))
 """
-    answer = run_code(folder, code)
-    assert "importing fakeframe.ops now would leave it unpatched for backend 'adaptor'" in answer["refusal"]
-    assert "fakeframe.ops:TABLE['norm'] holds the original of fakeframe.ops:norm" in answer["refusal"]
-    assert answer["views"] == {}
+    result = run_code(folder, code)
+    assert "importing fakeframe.ops now would leave it unpatched for backend 'adaptor'" in result["refusal"]
+    assert "fakeframe.ops:TABLE['norm'] holds the original of fakeframe.ops:norm" in result["refusal"]
+    assert result["views"] == {}

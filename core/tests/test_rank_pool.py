@@ -49,7 +49,7 @@ def test_the_same_processes_answer_every_call() -> None:
 
 def test_a_silent_rank_is_named_with_the_line_it_is_at() -> None:
     pool = RankPool(2)
-    with pytest.raises(RankError, match=r"^no answer from rank 1 of 2 within 3 s$") as caught:
+    with pytest.raises(RankError, match=r"^no result from rank 1 of 2 within 3 s$") as caught:
         pool.run(hang_on_one, timeout_s=3.0)
     assert "in hang_on_one" in caught.value.details
     assert pool.is_closed
@@ -58,7 +58,7 @@ def test_a_silent_rank_is_named_with_the_line_it_is_at() -> None:
 def test_what_a_dead_rank_wrote_is_shown() -> None:
     with pytest.raises(RankError) as caught:
         RankPool(1).run(print_and_die)
-    assert caught.value.summary == "rank 0 of 1: the process died without an answer (exit code 7)"
+    assert caught.value.summary == "rank 0 of 1: the process died without a result (exit code 7)"
     assert "the last words" in caught.value.details
 
 

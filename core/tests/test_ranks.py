@@ -78,7 +78,7 @@ def die_on_one(rank: int) -> None:
 
 
 def test_a_dead_process_is_named_and_not_the_one_that_misses_it() -> None:
-    with pytest.raises(RankError, match="rank 1 of 2 failed first:\nthe process died without an answer"):
+    with pytest.raises(RankError, match="rank 1 of 2 failed first:\nthe process died without a result"):
         run_ranks(die_on_one)
 
 
@@ -91,7 +91,7 @@ def fail_before_a_death(rank: int) -> None:
 
 
 def test_a_dead_process_comes_before_an_error_that_was_reported_sooner() -> None:
-    with pytest.raises(RankError, match="rank 1 of 2 failed first:\nthe process died without an answer"):
+    with pytest.raises(RankError, match="rank 1 of 2 failed first:\nthe process died without a result"):
         run_ranks(fail_before_a_death)
 
 
@@ -102,7 +102,7 @@ def hang_on(rank: int, *silent: int) -> None:
 
 def test_a_time_out_names_all_who_are_silent() -> None:
     before = set(multiprocessing.active_children())  # ranks that stay for other tests
-    with pytest.raises(RankError, match=r"^no answer from ranks 0, 2 of 3 within 4 s$"):
+    with pytest.raises(RankError, match=r"^no result from ranks 0, 2 of 3 within 4 s$"):
         run_ranks(hang_on, 0, 2, world_size=3, timeout_s=4.0)
     assert set(multiprocessing.active_children()) <= before
 

@@ -1,4 +1,4 @@
-"""Weights kept aside: what is kept, when nothing need be copied, and what comes back."""
+"""Snapshots: what is kept, when nothing need be copied, and what comes back."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_swapped_costs_two_copies_once_its_memory_is_there_and_restores_in_any_c
     with suppress(ZeroDivisionError), snapshots.swapped("first"):
         change(engine, 8.0)
         raise ZeroDivisionError
-    assert copies.count == 2  # those in force were still kept from the time before
+    assert copies.count == 2  # the current ones were still kept from the time before
     assert same(values(engine), second)
     assert snapshots.held_bytes == held
     assert same(snapshots.save("second").tensors, second)

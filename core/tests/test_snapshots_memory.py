@@ -91,8 +91,8 @@ def test_a_limit_says_what_holds_how_much_and_keeps_what_was_there() -> None:
     )
     with pytest.raises(WeightsError, match="no weights were saved under '3'"):
         snapshots.restore("3")
-    with pytest.raises(WeightsError, match="no room for weights in force before swapped"), snapshots.swapped("1"):
-        raise AssertionError("swapped needs room for the weights in force")
+    with pytest.raises(WeightsError, match="no room for current weights before swapped"), snapshots.swapped("1"):
+        raise AssertionError("swapped needs room for the current weights")
     before = values(engine)
     change(engine, 3.0)
     snapshots.save("2")  # into its own memory: no more is needed

@@ -1,4 +1,4 @@
-"""A worker's calls for weights kept aside: what launchers use."""
+"""A worker's calls for snapshots of weights: what launchers use."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def test_one_gathered_weight_is_alive_at_a_time(has_buffer: bool) -> None:
 
 
 class OtherEngine(FakeEngine):
-    """Gives something else than it promised."""
+    """Gives something else than it declared."""
 
     given: ClassVar[list[tuple[str, torch.Tensor]]] = []
 

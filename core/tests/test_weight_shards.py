@@ -204,7 +204,7 @@ def test_a_merged_weight_is_worked_out_by_hand() -> None:
 
 def test_a_merged_weight_cannot_be_loaded() -> None:
     exported = {"w": Exported(torch.ones(1, 1), LowRank(torch.ones(1, 1), torch.ones(1, 1), 1.0))}
-    with pytest.raises(UnsupportedError, match=r"engine\.lora: whole weights cannot be told apart"):
+    with pytest.raises(UnsupportedError, match=r"engine\.lora: full weights cannot be told apart"):
         load_full_weights(exported, [("w", torch.ones(1, 1))])
-    with pytest.raises(UnsupportedError, match=r"engine\.lora: whole weights cannot be told apart"):
+    with pytest.raises(UnsupportedError, match=r"engine\.lora: full weights cannot be told apart"):
         load_weight_shards(exported, [])

@@ -1,4 +1,4 @@
-"""Observers named in the config are in force on a worker, and their figures are in each step's report."""
+"""Observers named in the config are active on a worker, and their metrics are in each step's report."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def worker(site: Path) -> EngineWorker:
     return EngineWorker(config, site)
 
 
-def test_figures_of_observers_are_in_the_report_under_the_same_names_each_step(worker: EngineWorker) -> None:
+def test_metrics_of_observers_are_in_the_report_under_the_same_names_each_step(worker: EngineWorker) -> None:
     worker.create()
     sequence = Sequence(np.array([1, 2, 3]), np.array([False, True, True]), {})
     reports = [worker.train_batch([[sequence]] * 3, loss_fn) for _ in range(2)]

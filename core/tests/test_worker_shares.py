@@ -79,8 +79,8 @@ def test_an_engine_in_its_place_is_taken(folder: Path, split: int, rank: int, wo
 @pytest.mark.parametrize(
     ("split", "rank", "world_size", "place"),
     [
-        (2, 1, 4, r"rank 1 has data_parallel rank 1 of 2.*\(0, 0, 1, 1\), gives it share 0 of 2"),
-        (1, 1, 3, r"rank 1 has data_parallel rank 1 of 2.*\(0, 1, 2\), gives it share 1 of 3"),
+        (2, 1, 4, r"rank 1 has data_parallel rank 1 of 2.*\(0, 0, 1, 1\), gives it 0 of 2"),
+        (1, 1, 3, r"rank 1 has data_parallel rank 1 of 2.*\(0, 1, 2\), gives it 1 of 3"),
     ],
 )
 def test_an_engine_that_takes_another_share_is_a_bug_of_the_backend(

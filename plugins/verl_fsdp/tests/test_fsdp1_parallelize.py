@@ -36,7 +36,7 @@ def build(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[Driver, Fs
 
 
 def strategies(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[set[str], list[str], float]:
-    """Return the strategy of all wrapped modules, their classes, and the share of the weights that this rank has."""
+    """Return the strategy of all wrapped modules, their classes, and the fraction of the weights that this rank has."""
     _, engine = build(rank, folder, settings)
     modules = FullyShardedDataParallel.fsdp_modules(engine.model)
     own = sum(unit.local.numel() for unit in engine.weights.units)

@@ -1,6 +1,6 @@
 """FSDP1 after a pass that was abandoned: in a forward, in a backward, or between micro-batches.
 
-FSDP1 itself keeps what it held back, its state and its hooks, and fails or counts gradients twice at the next step.
+FSDP1 itself keeps unreduced gradients, its state and its hooks, and fails or counts gradients twice at the next step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FSDP1's weights in and out: whole, in pieces, kept aside, on the CPU; under Hugging Face names throughout."""
+"""FSDP1's weights in and out: whole, in pieces, in snapshots, on the CPU; under Hugging Face names throughout."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_inference_never_uses_weights_gathered_before_a_change(
 
 
 def take_pieces(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[list[WeightShard], dict[str, torch.Tensor]]:
-    """Train, and return this rank's pieces and the whole weights; give the pieces back to another engine."""
+    """Train, and return this rank's pieces and the full weights; give the pieces back to another engine."""
     num_ranks = dist.get_world_size()
     driver, engine = build(rank, folder, num_ranks, **settings)
     driver.train(make_sequences(8))
@@ -176,14 +176,14 @@ def test_the_ranks_pieces_make_up_each_weight(
 ) -> None:
     """Cut anywhere, in the middle of rows too, and empty on some ranks."""
     pool = rank_pools.get(num_ranks)
-    answers = pool.run(take_pieces, model_folder, settings)
-    specs = [_spec(name, tensor) for name, tensor in answers[0][1].items()]
-    whole = dict(assemble_weights(specs, [piece for pieces, _ in answers for piece in pieces]))
-    assert list(whole) == [piece.name for piece in answers[0][0]]
-    for _, weights in answers:
+    results = pool.run(take_pieces, model_folder, settings)
+    specs = [_spec(name, tensor) for name, tensor in results[0][1].items()]
+    whole = dict(assemble_weights(specs, [piece for pieces, _ in results for piece in pieces]))
+    assert list(whole) == [piece.name for piece in results[0][0]]
+    for _, weights in results:
         assert same(whole, weights)
     if num_ranks > 1:
-        assert any(piece.tensor.numel() == 0 for pieces, _ in answers for piece in pieces)
+        assert any(piece.tensor.numel() == 0 for pieces, _ in results for piece in pieces)
 
 
 def _spec(name: str, tensor: torch.Tensor) -> WeightSpec:
@@ -229,7 +229,7 @@ def test_training_goes_on_with_flat_tensors_that_were_moved(
 
 
 def move_gradients(rank: int, folder: Path, settings: dict[str, Any]) -> str:
-    """Move gradients, held back or reduced, between two micro-batches; return how the step differs without."""
+    """Move gradients, unreduced or reduced, between two micro-batches; return how the step differs without."""
     gradients = []
     for is_moved in (False, True):
         driver, engine = build(rank, folder, max_grad_norm=1e9, **settings)

@@ -204,7 +204,7 @@ def test_resharding_to_a_part_of_the_ranks_is_put_back(
 
 
 def evaluate_between_steps(rank: int, folder: Path, settings: dict[str, Any]) -> None:
-    """Evaluation, export and snapshots between steps see the weights in force, and leave nothing gathered."""
+    """Evaluation, export and snapshots between steps see the current weights, and leave nothing gathered."""
     driver, engine = build(rank, folder, settings), None
     engine = engine_of(driver)
     sequences = make_sequences(6)

@@ -138,13 +138,13 @@ def test_a_model_that_begins_to_change_its_logits_is_an_error(monkeypatch: pytes
     head = LanguageHead(model, Fsdp2Config(learning_rate=1e-3))
     ids = torch.tensor([[1, 2, 3]])
     run = ModelRun({"input_ids": ids}, torch.zeros(2, dtype=torch.int64), torch.tensor([0, 1]), torch.tensor([1, 2]))
-    assert head.figures(model, run, ids[0, 1:], 1.0).shape == (2, 1)
+    assert head.numbers(model, run, ids[0, 1:], 1.0).shape == (2, 1)
     monkeypatch.setattr(Changing, "change", staticmethod(lambda logits: logits * 2))
     with pytest.raises(ModelError, match="Changing treats the output of its last layer otherwise"):
-        head.figures(model, run, ids[0, 1:], 1.0)
+        head.numbers(model, run, ids[0, 1:], 1.0)
 
 
-def figures(_rank: int, folder: Path, settings: dict[str, Any], temperature: float) -> list[list[torch.Tensor]]:
+def numbers(_rank: int, folder: Path, settings: dict[str, Any], temperature: float) -> list[list[torch.Tensor]]:
     """Return log-probs and entropy of each sequence, from one micro-batch."""
     section = {"backend": "fsdp2", "learning_rate": 1e-3, "device": "cpu", "entropy": "gradient", **settings}
     engine = Driver(section, folder, rank=0, world_size=1).engine
@@ -176,7 +176,7 @@ def test_log_probs_and_entropy_are_right_however_the_model_ends(
 ) -> None:
     folder = write_model(tmp_path / kind, kind)
     settings = {"packing": packing, "logit_chunk": 3}
-    ((log_probs, entropies),) = on_ranks(figures, folder, settings, 0.7, world_size=1)
+    ((log_probs, entropies),) = on_ranks(numbers, folder, settings, 0.7, world_size=1)
     model = load_reference(folder)
     for sequence, log_prob, entropy in zip(make_sequences(9), log_probs, entropies, strict=True):
         torch.testing.assert_close(log_prob, masked_log_probs(model, sequence, 0.7), rtol=1e-5, atol=1e-5)
@@ -188,7 +188,7 @@ def test_log_probs_and_entropy_are_right_however_the_model_ends(
 @pytest.mark.dist
 def test_in_bfloat16_log_probs_are_as_near_as_bfloat16_allows(tmp_path: Path, on_ranks: OnRanks) -> None:
     folder = write_model(tmp_path / "qwen3", "qwen3")
-    ((log_probs, _),) = on_ranks(figures, folder, {"param_dtype": "bfloat16"}, 1.0, world_size=1)
+    ((log_probs, _),) = on_ranks(numbers, folder, {"param_dtype": "bfloat16"}, 1.0, world_size=1)
     model = load_reference(folder)
     worst = max(
         float((found - masked_log_probs(model, sequence)).abs().max())

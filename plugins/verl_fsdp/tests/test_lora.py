@@ -294,7 +294,7 @@ def import_refused(rank: int, folder: Path) -> list[str]:
 def test_merged_weights_are_not_taken_for_an_adapters(model_folder: Path, on_ranks: OnRanks) -> None:
     for full, shards, disable, save in on_ranks(import_refused, model_folder):
         assert full == shards
-        assert full.startswith("engine.lora: whole weights cannot be told apart")
+        assert full.startswith("engine.lora: full weights cannot be told apart")
         assert disable == save == "engine.lora is not set: this engine has no adapter"
 
 

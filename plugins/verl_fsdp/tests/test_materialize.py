@@ -101,7 +101,7 @@ def test_every_rank_gets_rank_0s_weights_buffers_and_ties(tmp_path: Path, ranks:
 
 
 def held_while_sharding(rank: int, folder: Path) -> list[int]:
-    """Return how many bytes of whole weights a rank holds whenever a module is about to be sharded, and at the end."""
+    """Return how many bytes of full weights a rank holds whenever a module is about to be sharded, and at the end."""
     held: list[int] = []
 
     def whole_bytes(model: torch.nn.Module) -> int:

@@ -1,4 +1,4 @@
-"""Moving, cpu_offload and what stays gathered: weights kept aside, exported or loaded meanwhile are the right ones."""
+"""Moving, cpu_offload and what stays gathered: snapshots, exports and imports meanwhile are right."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def require_same(first: Driver, second: Driver) -> None:
 
 
 def moved_between_micro_batches(rank: int, folder: Path, settings: dict[str, Any]) -> None:
-    """Move everything in the middle of an accumulation; what is held back is neither lost nor counted twice."""
+    """Move everything in the middle of an accumulation; what is unreduced is neither lost nor counted twice."""
     moved, engine = build(rank, folder, **settings)
     stayed, other = build(rank, folder, **settings)
     moved.train(make_sequences(8, seed=1))
@@ -72,7 +72,7 @@ def moved_between_micro_batches(rank: int, folder: Path, settings: dict[str, Any
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("settings", MOVED_MIDWAY, ids=["held_back", "held_back_in_float32", "reduced"])
+@pytest.mark.parametrize("settings", MOVED_MIDWAY, ids=["unreduced", "unreduced_in_float32", "reduced"])
 def test_gradients_moved_in_the_middle_of_an_accumulation_come_back(
     model_folder: Path, ranks: RankPool, settings: dict[str, Any]
 ) -> None:

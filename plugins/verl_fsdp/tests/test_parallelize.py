@@ -170,7 +170,7 @@ HYBRID: Final[dict[str, dict[str, Any]]] = {
     "two_copies_of_two_shards": {"shard_ranks": 2},
     "four_copies": {"shard_ranks": 1},
     "no_copies": {"shard_ranks": 4},
-    "two_copies_held_back_gradients_reduced_at_each": {"shard_ranks": 2, "gradient_sync": "every_micro_batch"},
+    "two_copies_unreduced_gradients_reduced_at_each": {"shard_ranks": 2, "gradient_sync": "every_micro_batch"},
     "resharded_to_two_ranks": {"reshard_after_forward": 2},
     "two_copies_offloaded": {"shard_ranks": 2, "cpu_offload": True},
 }

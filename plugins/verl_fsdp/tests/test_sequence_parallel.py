@@ -142,7 +142,7 @@ def test_without_a_group_the_slice_is_all_there_is() -> None:
 
 
 def summed_with_gradient(rank: int) -> tuple[list[float], list[float]]:
-    """Rank 0 has (1, 0), rank 1 (0, 2); the loss is the square of each figure."""
+    """Rank 0 has (1, 0), rank 1 (0, 2); the loss is the square of each number."""
     own = torch.tensor([[1.0, 0.0], [0.0, 2.0]][rank], requires_grad=True)
     whole = sum_over_group(own, dist.group.WORLD)
     whole.square().sum().backward()
@@ -151,7 +151,7 @@ def summed_with_gradient(rank: int) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.dist
-def test_figures_are_summed_and_their_gradient_passes_unchanged(two_ranks: RankPool) -> None:
+def test_numbers_are_summed_and_their_gradient_passes_unchanged(two_ranks: RankPool) -> None:
     assert two_ranks.run(summed_with_gradient) == [([1.0, 2.0], [2.0, 4.0])] * 2
 
 
@@ -226,7 +226,7 @@ ONE_SHARE: Final[list[Split]] = [
 ]
 TWO_SHARES: Final[list[Split]] = [
     [[[0, 1, 2, 3], [4]], [[5, 6], [7, 8]]],
-    [[[0, 1, 2, 3, 4, 5, 6, 7, 8], []], [[], []]],  # one share has all the data
+    [[[0, 1, 2, 3, 4, 5, 6, 7, 8], []], [[], []]],  # one data-parallel rank has all the data
 ]
 
 
@@ -319,22 +319,22 @@ def test_gradient_in_bfloat16_is_as_near_as_that_of_one_rank(folders: dict[str, 
 def steps_and_log_probs(
     rank: int, folder: Path, settings: dict[str, Any]
 ) -> tuple[list[tuple[float, float, int, float]], list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Make three steps that clip; return figures, log-probs afterwards in eval mode, and the weights."""
+    """Make three steps that clip; return metrics, log-probs afterwards in eval mode, and the weights."""
     driver = driver_on_rank(rank, folder, {"max_grad_norm": 0.1, **settings})
     reports = [driver.train(make_sequences(NUM_SEQUENCES, seed)) for seed in range(3)]
-    figures = [(one.loss, one.metrics["log_prob"], one.num_tokens, one.optimizer.grad_norm) for one in reports]
-    return figures, driver.infer(make_sequences(6, seed=9)), driver.weights()
+    numbers = [(one.loss, one.metrics["log_prob"], one.num_tokens, one.optimizer.grad_norm) for one in reports]
+    return numbers, driver.infer(make_sequences(6, seed=9)), driver.weights()
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("settings", [{}, {"shard_ranks": 2}], ids=["sharded", "replicated"])
-def test_steps_and_figures_are_those_of_ranks_that_split_nothing(
+def test_steps_and_numbers_are_those_of_ranks_that_split_nothing(
     two_ranks: RankPool, four_ranks: RankPool, folders: dict[str, Path], settings: dict[str, Any]
 ) -> None:
     expected, expected_log_probs, expected_weights = two_ranks.run(steps_and_log_probs, folders["qwen3"], {})[0]
     split = {"sequence_parallel_size": 2, **settings}
-    for figures, log_probs, weights in four_ranks.run(steps_and_log_probs, folders["qwen3"], split):
-        for step, expected_step in zip(figures, expected, strict=True):
+    for numbers, log_probs, weights in four_ranks.run(steps_and_log_probs, folders["qwen3"], split):
+        for step, expected_step in zip(numbers, expected, strict=True):
             assert step == pytest.approx(expected_step, rel=1e-5)
         for one, other in zip(log_probs, expected_log_probs, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=2e-5)

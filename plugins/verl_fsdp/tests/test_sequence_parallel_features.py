@@ -55,7 +55,7 @@ def two_ranks(rank_pools: RankPools) -> RankPool:
 def train(
     rank: int, folder: Path, settings: dict[str, Any], loss_fn: LossFn
 ) -> tuple[list[tuple[float, ...]], dict[str, torch.Tensor], list[torch.Tensor]]:
-    """Make two clipped steps by SGD; return their figures, what they changed, and the log-probs or values after."""
+    """Make two clipped steps by SGD; return their metrics, what they changed, and the log-probs or values after."""
     section: dict[str, Any] = {
         "backend": "fsdp2", "device": "cpu", "learning_rate": LEARNING_RATE, "max_grad_norm": 0.01,
         "optimizer": "torch.optim.SGD", **settings,
@@ -63,9 +63,9 @@ def train(
     driver = Driver(section, folder, rank, dist.get_world_size())
     before = driver.weights()
     reports = [driver.step(driver.share(make_sequences(9, seed)), loss_fn, temperature=0.7) for seed in range(2)]
-    figures = [(report.loss, report.optimizer.grad_norm, *report.metrics.values()) for report in reports]
+    metrics = [(report.loss, report.optimizer.grad_norm, *report.metrics.values()) for report in reports]
     changes = {name: weight - before[name] for name, weight in driver.weights().items()}
-    return figures, changes, driver.infer(make_sequences(6, seed=9))
+    return metrics, changes, driver.infer(make_sequences(6, seed=9))
 
 
 @pytest.mark.dist
@@ -73,11 +73,11 @@ def train(
 def test_two_ranks_that_split_sequences_learn_the_same(
     two_ranks: RankPool, model_folder: Path, settings: dict[str, Any], loss_fn: LossFn
 ) -> None:
-    figures, changes, inferred = two_ranks.run(train, model_folder, settings, loss_fn)[0]
+    metrics, changes, inferred = two_ranks.run(train, model_folder, settings, loss_fn)[0]
     assert sum(float(change.square().sum()) for change in changes.values()) > 0
     split = {"sequence_parallel_size": 2, **settings}
-    for found_figures, found_changes, found_inferred in two_ranks.run(train, model_folder, split, loss_fn):
-        for found, expected in zip(found_figures, figures, strict=True):
+    for found_metrics, found_changes, found_inferred in two_ranks.run(train, model_folder, split, loss_fn):
+        for found, expected in zip(found_metrics, metrics, strict=True):
             assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
         largest = max(float(change.abs().max()) for change in changes.values())
         for name, change in found_changes.items():

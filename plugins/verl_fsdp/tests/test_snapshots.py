@@ -1,4 +1,4 @@
-"""Weights kept aside, of sharded engines: the states in which others lose or alias them."""
+"""Snapshots of sharded engines: the states in which others lose or alias them."""
 
 from __future__ import annotations
 

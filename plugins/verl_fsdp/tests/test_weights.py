@@ -85,7 +85,7 @@ def most_alive(rank: int, folder: Path, out: Path, settings: dict[str, Any]) -> 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("settings", [{}, {"lora": {"rank": 2}}], ids=["plain", "lora"])
-def test_one_whole_weight_is_in_memory_at_a_time(
+def test_one_full_weight_is_in_memory_at_a_time(
     model_folder: Path, tmp_path: Path, settings: dict[str, Any], on_ranks: OnRanks
 ) -> None:
     assert on_ranks(most_alive, model_folder, tmp_path, settings) == [[1, 1], [1, 1]]

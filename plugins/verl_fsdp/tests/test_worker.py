@@ -1,4 +1,4 @@
-"""The calls that a trainer makes to one rank for weights kept aside and for checkpoints."""
+"""The calls that a trainer makes to one rank for snapshots and for checkpoints."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "patches without Ulysses": ({"cp_plan": ULYSSES["cp_plan"]}, "for ulysses_parallel_size of 2 or more"),
     "the wrapper with wrong log-probs": (
         ULYSSES | {"cp_plan": {"ulysses_core_attention_function": ATTENTION}},
-        "log-probs are wrong without a word",
+        "log-probs are silently wrong",
     ),
     "layers whose masks are not made": (
         ULYSSES

@@ -168,7 +168,7 @@ def test_sharded_modules_are_not_run_in_parts_that_other_ranks_may_have_fewer_of
 
 
 def held_bytes(rank: int, folder: Path, gradient_sync: str) -> tuple[int, int, int, dict[str, torch.Tensor]]:
-    """Return bytes of gradients after the first of two micro-batches, both figures of the formula, and the gradient."""
+    """Return bytes of gradients after the first of two micro-batches, both numbers of the formula, and the gradient."""
     driver = build(rank, folder, gradient_sync=gradient_sync)
     engine = cast("TurboEngine", driver.engine)
     found: list[int] = []
@@ -206,7 +206,7 @@ def test_holding_gradients_back_changes_none_of_them_and_takes_the_bytes_of_the_
     every = ranks.run(held_bytes, model_folder, "every_micro_batch")
     expected = reference_gradient(model_folder, make_sequences(8))
     for (held, last_bytes, every_bytes, gradient), (held_each, *_, gradient_each) in zip(last, every, strict=True):
-        assert held == last_bytes, "four bytes a trained parameter"
+        assert held == last_bytes, "four bytes per trained parameter"
         assert held_each == every_bytes == last_bytes // 2, "the same over two ranks"
         assert relative_error(gradient, gradient_each) < TOLERANCE
         assert relative_error(gradient, expected) < 1e-5

@@ -1,4 +1,4 @@
-"""Layouts that take four ranks: copies of shards, several shares of split sequences, copies and shards of experts."""
+"""Layouts that take four ranks: copies of shards, split sequences with data parallelism, copied and sharded experts."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_an_older_release_cannot_drop_a_division() -> None:
 
 
 class State:
-    """Meshes of a release, by axis; it answers for each with the axis's own name."""
+    """Meshes of a release, by axis; it gives each with the axis's own name."""
 
     def __init__(self, *axes: str) -> None:
         self.axes = axes

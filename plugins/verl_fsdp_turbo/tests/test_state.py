@@ -1,4 +1,4 @@
-"""Weights kept aside, checkpoints and exports: the tests of fsdp2, on this engine and between the two."""
+"""Snapshots, checkpoints and exports: the tests of fsdp2, on this engine and between the two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run code in a process that believes to be on an NPU, with the stand-ins of `fakes` in place of what is only there."""
+"""Run code in a process that believes to be on an NPU, with the `fakes` in place of what is only there."""
 
 from __future__ import annotations
 
@@ -61,19 +61,19 @@ def attempt(action):
 
 
 def run_npu(folder: Path, code: str, *fakes: str, **environment: str) -> dict[str, Any]:
-    """Run code after the prelude; return the dict that it leaves in ``answer``.
+    """Run code after the prelude; return the dict that it leaves in ``result``.
 
     Args:
         folder: gets the script, and the handler.
         code: calls what the prelude has.
-        fakes: folders of stand-ins, by name or path.
+        fakes: folders of fakes, by name or path.
         environment: of the process, beyond this one's.
     """
     (folder / "snapshot_handler.py").write_text(HANDLER, encoding="utf-8")
     script = folder / "script.py"
-    script.write_text(f"{PRELUDE}\n{code}\nprint('\\n' + json.dumps(answer))\n", encoding="utf-8")
+    script.write_text(f"{PRELUDE}\n{code}\nprint('\\n' + json.dumps(result))\n", encoding="utf-8")
     path = os.pathsep.join([str(folder), *(str(FAKES / name) for name in fakes), os.environ.get("PYTHONPATH", "")])
     done = run_python(str(script), "--job", "-q", folder=ROOT, PYTHONPATH=path.rstrip(os.pathsep), **environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
-    return answer
+    result: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
+    return result

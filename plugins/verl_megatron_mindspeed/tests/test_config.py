@@ -92,7 +92,7 @@ def test_experts_are_split_as_the_rest_unless_it_is_said() -> None:
         # Stages lie furthest apart: ranks 0 and 2 are a pipeline, 1 and 3 another.
         (4, {"pipeline_parallel_size": 2}, (0, 1, 0, 1)),
         (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, (0, 0, 0, 0)),
-        # The first stage is ranks 0 to 7: TP pairs (0, 1) and (2, 3) split the sequences of share 0 between them.
+        # The first stage is ranks 0 to 7: TP pairs (0, 1) and (2, 3) split the sequences of data rank 0.
         (
             16,
             {"tensor_parallel_size": 2, "context_parallel_size": 2, "pipeline_parallel_size": 2},

@@ -142,8 +142,8 @@ def test_tensors_answer_as_on_cuda_inside_one_call_of_one_thread_only() -> None:
         other.join()
         return [tensor.type(), half.type(), tensor.type(torch.int64).dtype, tensor.cuda() is tensor]
 
-    answers = with_tensors_like_cuda(ask)()
-    assert answers == ["torch.cuda.FloatTensor", "torch.cuda.BFloat16Tensor", torch.int64, True]
+    results = with_tensors_like_cuda(ask)()
+    assert results == ["torch.cuda.FloatTensor", "torch.cuda.BFloat16Tensor", torch.int64, True]
     assert (seen, tensor.type()) == (["torch.FloatTensor"], "torch.FloatTensor")
 
 

@@ -25,7 +25,7 @@ class Chunk(torch.nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Note when gradients are held back."""
+        """Note when gradients are unreduced."""
         self.events.append("hold")
         try:
             yield
@@ -74,7 +74,7 @@ def test_the_interleaved_schedule_holds_back_again_without_further_contexts() ->
     ]
 
 
-def test_a_single_micro_batch_is_held_back_too_since_it_may_be_filled_up() -> None:
+def test_a_single_micro_batch_is_unreduced_too_since_it_may_be_filled_up() -> None:
     events: list[str] = []
     with contexts(events, 1) as made, made.hold():
         pass

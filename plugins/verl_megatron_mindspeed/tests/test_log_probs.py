@@ -54,7 +54,7 @@ def test_values_and_gradients_are_those_of_log_softmax(
     monkeypatch.setattr(log_probs, "_BLOCK_ELEMENTS", block)
     logits, targets, factors = example()
     logits.requires_grad_()
-    found = [figure for figure in split_log_probs(logits.clone(), targets, temperature, entropy) if figure is not None]
+    found = [number for number in split_log_probs(logits.clone(), targets, temperature, entropy) if number is not None]
     expected = plain(logits, targets, temperature)[: len(found)]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other.float())

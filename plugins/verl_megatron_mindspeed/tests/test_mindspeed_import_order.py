@@ -29,7 +29,7 @@ try:
     TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, sparse_mode=1)
 except AssertionError as error:
     refused = str(error)
-answer = {
+result = {
     "views": views(),
     "arguments": sys.argv == arguments,
     "seen": [name for name in ("job", "q") if hasattr(patcher.get_full_args(), name)],
@@ -98,9 +98,9 @@ def test_the_newer_package_is_applied_the_same_way(tmp_path: Path) -> None:
             '("mindspeed",)', '("megatron_adaptor",)'
         )
         file.write_text(text, encoding="utf-8")
-    answer = run_npu(tmp_path, PREPARED, "torch_npu")
-    assert {name for name, is_patched in answer["views"].items() if not is_patched} == {"jit", "tuple"}, "by its name"
-    assert len(answer["records"]) > 20
+    result = run_npu(tmp_path, PREPARED, "torch_npu")
+    assert {name for name, is_patched in result["views"].items() if not is_patched} == {"jit", "tuple"}, "by its name"
+    assert len(result["records"]) > 20
 
 
 ORDER = """
@@ -111,7 +111,7 @@ def handler(): import snapshot_handler
 def adaptor(): import mindspeed.megatron_adaptor
 *before, last = {events}
 for event in before: globals()[event]()
-answer = {{"refusal": attempt(globals()[last]), "views": views(), "later": attempt(create), "loaded": loaded()}}
+result = {{"refusal": attempt(globals()[last]), "views": views(), "later": attempt(create), "loaded": loaded()}}
 """
 
 
@@ -138,27 +138,27 @@ answer = {{"refusal": attempt(globals()[last]), "views": views(), "later": attem
 def test_whoever_imports_megatron_first_is_named_and_the_process_refused(
     tmp_path: Path, events: tuple[str, ...], importer: str
 ) -> None:
-    answer = run_npu(tmp_path, ORDER.format(events=events), *BOTH)
-    refusal = answer["refusal"]
+    result = run_npu(tmp_path, ORDER.format(events=events), *BOTH)
+    refusal = result["refusal"]
     assert refusal["error"] == "ImportOrderError"
     assert "must prepare the process before megatron is imported, but megatron is there already, " in refusal["text"]
     assert importer.format(folder=tmp_path) in refusal["text"]
-    assert "in a process that it has not prepared" in answer["later"]["text"], "nor can an engine be made"
+    assert "in a process that it has not prepared" in result["later"]["text"], "nor can an engine be made"
     if events == ("handler", "adaptor", "prepare"):
         # The fault that this order hides: MindSpeed does not complain, and a part of Megatron is not patched.
-        assert answer["views"]["config"] is True
-        assert answer["views"]["HAVE_TE"] is answer["views"]["Adam"] is answer["views"]["jit"] is False
-        assert answer["views"]["handler"] is False
+        assert result["views"]["config"] is True
+        assert result["views"]["HAVE_TE"] is result["views"]["Adam"] is result["views"]["jit"] is False
+        assert result["views"]["handler"] is False
     elif events != ("adaptor", "prepare"):
-        assert "mindspeed" not in answer["loaded"]
-        assert not any(answer["views"].values())
+        assert "mindspeed" not in result["loaded"]
+        assert not any(result["views"].values())
 
 
 FAILED = """
 first = attempt(lambda: backend.prepare_process(config({features})))
 loaded_then = loaded()
 second = attempt(lambda: backend.prepare_process(config({features})))
-answer = {{
+result = {{
     "first": first, "second": second, "loaded": loaded_then,
     "create": attempt(lambda: backend.create(config({features}), None, "actor")),
 }}
@@ -167,56 +167,56 @@ answer = {{
 
 def failed(folder: Path, *fakes: str, features: str = "", **environment: str) -> dict[str, Any]:
     """Prepare a process in which that fails, and try to go on."""
-    answer = run_npu(folder, FAILED.format(features=features), *fakes, **environment)
-    assert answer["first"]["error"] == "PatchError"
-    assert "cannot be used for backend 'megatron'" in answer["second"]["text"]
-    assert "cannot be used for backend 'megatron'" in answer["create"]["text"]
-    return answer
+    result = run_npu(folder, FAILED.format(features=features), *fakes, **environment)
+    assert result["first"]["error"] == "PatchError"
+    assert "cannot be used for backend 'megatron'" in result["second"]["text"]
+    assert "cannot be used for backend 'megatron'" in result["create"]["text"]
+    return result
 
 
 def test_without_mindspeed_an_npu_is_refused_with_the_steps_to_install_it(tmp_path: Path) -> None:
-    answer = failed(tmp_path, "torch_npu")
+    result = failed(tmp_path, "torch_npu")
     assert (
-        "neither mindspeed nor megatron_adaptor is installed (engine.mindspeed.adaptor=auto)" in answer["first"]["text"]
+        "neither mindspeed nor megatron_adaptor is installed (engine.mindspeed.adaptor=auto)" in result["first"]["text"]
     )
-    assert "pip install -e ./MindSpeed" in answer["first"]["text"]
-    assert "megatron" not in answer["loaded"]
+    assert "pip install -e ./MindSpeed" in result["first"]["text"]
+    assert "megatron" not in result["loaded"]
 
 
 @pytest.mark.fault(34)
 def test_an_adaptor_that_fails_is_fatal_and_its_error_is_the_cause(tmp_path: Path) -> None:
-    answer = failed(tmp_path, *BOTH, FAKE_MINDSPEED="fail")
+    result = failed(tmp_path, *BOTH, FAKE_MINDSPEED="fail")
     assert (
-        "mindspeed.megatron_adaptor, without which Megatron does not run on an NPU, failed" in answer["first"]["text"]
+        "mindspeed.megatron_adaptor, without which Megatron does not run on an NPU, failed" in result["first"]["text"]
     )
-    assert answer["first"]["cause"] == "ModuleNotFoundError(\"No module named 'triton'\")"
-    assert "pip install triton-ascend" in answer["first"]["text"]
+    assert result["first"]["cause"] == "ModuleNotFoundError(\"No module named 'triton'\")"
+    assert "pip install triton-ascend" in result["first"]["text"]
 
 
 def test_a_repatch_that_stops_half_way_is_fatal(tmp_path: Path) -> None:
-    answer = failed(tmp_path, *BOTH, FAKE_MINDSPEED="conflict")
-    assert "repatch failed half way" in answer["first"]["text"]
-    assert answer["first"]["cause"] == "RuntimeError('the patch of LNImpl exist !')"
+    result = failed(tmp_path, *BOTH, FAKE_MINDSPEED="conflict")
+    assert "repatch failed half way" in result["first"]["text"]
+    assert result["first"]["cause"] == "RuntimeError('the patch of LNImpl exist !')"
 
 
 @pytest.mark.fault(34)
 def test_fp8_is_refused_before_anything_is_patched_where_megatron_lacks_a_part(tmp_path: Path) -> None:
     code = """
 prepare = lambda: attempt(lambda: backend.prepare_process(config(transformer_options={"fp8": "e4m3"})))
-answer = {"refusal": prepare(), "loaded": loaded()}
+result = {"refusal": prepare(), "loaded": loaded()}
 """
-    answer = run_npu(tmp_path, code, *BOTH)
-    assert answer["refusal"]["error"] == "ConfigError"
+    result = run_npu(tmp_path, code, *BOTH)
+    assert result["refusal"]["error"] == "ConfigError"
     assert (
         "engine.transformer_options.fp8=e4m3: MindSpeed's FP8 layers import megatron.training"
-        in (answer["refusal"]["text"])
+        in (result["refusal"]["text"])
     )
-    assert not {"mindspeed", "megatron"} & set(answer["loaded"])
+    assert not {"mindspeed", "megatron"} & set(result["loaded"])
 
 
 def test_a_patch_that_was_left_out_is_found(tmp_path: Path) -> None:
-    answer = failed(tmp_path, *BOTH, FAKE_MINDSPEED="forget")
-    assert "its patch of megatron.core.optimizer:get_megatron_optimizer is not applied" in answer["first"]["text"]
+    result = failed(tmp_path, *BOTH, FAKE_MINDSPEED="forget")
+    assert "its patch of megatron.core.optimizer:get_megatron_optimizer is not applied" in result["first"]["text"]
 
 
 WORKER_PATH = """
@@ -234,12 +234,12 @@ for package in (verl_engine, verl_async):
         except ModuleNotFoundError as error:
             failed.append(error.name)
 worker = EngineWorker(validate_engine_section({"backend": "megatron", "device": "npu"}), Path("nowhere"))
-answer = {"loaded": loaded(), "failed": sorted(set(failed)), "config": type(worker._config).__name__}
+result = {"loaded": loaded(), "failed": sorted(set(failed)), "config": type(worker._config).__name__}
 """
 
 
 def test_the_workers_import_no_megatron_before_they_are_prepared(tmp_path: Path) -> None:
-    answer = run_npu(tmp_path, WORKER_PATH, "mindspeed")  # transformers would import a torch_npu that is there
-    assert answer["config"] == "MegatronConfig"
-    assert answer["loaded"] == []
-    assert not {"verl_engine", "verl_async", "torch"} & set(answer["failed"])
+    result = run_npu(tmp_path, WORKER_PATH, "mindspeed")  # transformers would import a torch_npu that is there
+    assert result["config"] == "MegatronConfig"
+    assert result["loaded"] == []
+    assert not {"verl_engine", "verl_async", "torch"} & set(result["failed"])

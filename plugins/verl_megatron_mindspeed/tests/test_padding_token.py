@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verl_megatron_mindspeed.forward.padding_token import spare_padding_token
+from verl_megatron_mindspeed.forward.padding_token import exclude_padding_token
 
 
 class Embedding(torch.nn.Embedding):
@@ -36,7 +36,7 @@ def gradient(embedding: Embedding, token: int | None, rank: int = 0) -> list[flo
     """Look up tokens 1, 2, 2, 0 and return the gradient of each row."""
     group = Ranks()
     group.rank = rank
-    spare_padding_token(embedding, token, 3, group)  # type: ignore[arg-type] # has what it needs of a group
+    exclude_padding_token(embedding, token, 3, group)  # type: ignore[arg-type] # has what it needs of a group
     embedding(torch.tensor([[1, 2, 2, 0]])).sum().backward()
     assert embedding.weight.grad is not None
     return [float(row) for row in embedding.weight.grad[:, 0]]
@@ -56,6 +56,6 @@ def test_each_rank_looks_at_its_own_tokens() -> None:
 
 def test_inference_needs_nothing() -> None:
     embedding = Embedding(3, 2)
-    spare_padding_token(embedding, 0, 3, Ranks())  # type: ignore[arg-type] # has what it needs of a group
+    exclude_padding_token(embedding, 0, 3, Ranks())  # type: ignore[arg-type] # has what it needs of a group
     with torch.no_grad():
         assert embedding(torch.tensor([[0]])).shape == (1, 1, 2)

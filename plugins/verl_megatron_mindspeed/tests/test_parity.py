@@ -74,7 +74,7 @@ class Record:
 
 
 def train(rank: int, folder: Path, settings: dict[str, Any]) -> Record:
-    """Train a few steps of three micro-batches a rank: the interleaved schedule has to fill them up."""
+    """Train a few steps of three micro-batches per rank: the interleaved schedule has to fill them up."""
     driver = new_driver(folder, rank, **OPTIMIZER, **settings)
     reports = [driver.step(driver.share(make_sequences(8, seed=step), 3)) for step in range(NUM_STEPS)]
     log_probs = dict(enumerate(driver.infer(make_sequences(5, seed=9), 0.7)))

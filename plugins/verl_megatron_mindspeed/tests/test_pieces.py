@@ -123,8 +123,8 @@ def test_more_ranks_than_query_groups_divide_a_group(num_ranks: int) -> None:
         "v": torch.cat([stack[9:12], stack[21:]]),
     }
     found = {name: torch.full_like(whole, -1) for name, whole in expected.items()}
-    for rank, share in enumerate(stack.chunk(num_ranks)):
-        for name, block in _blocks(attention_pieces(["q", "k", "v"], share, Split(0, rank, num_ranks), heads)).items():
+    for rank, shard in enumerate(stack.chunk(num_ranks)):
+        for name, block in _blocks(attention_pieces(["q", "k", "v"], shard, Split(0, rank, num_ranks), heads)).items():
             assert block.whole_shape == tuple(expected[name].shape)
             part_of(found[name], block.offsets, block.shape).copy_(block.content())
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -143,14 +143,14 @@ def test_a_gated_matrix_has_both_halves_of_each_rank() -> None:
 
 def test_padding_of_the_vocabulary_is_in_no_weight() -> None:
     # Five tokens on four ranks take two rows each: the third rank has one of padding, the fourth nothing else.
-    shares = [plain_pieces("w", torch.zeros(2, 3), Split(0, rank, 4), 5) for rank in range(4)]
-    assert [[(piece.offsets, piece.num_rows) for piece in share] for share in shares] == [
+    shards = [plain_pieces("w", torch.zeros(2, 3), Split(0, rank, 4), 5) for rank in range(4)]
+    assert [[(piece.offsets, piece.num_rows) for piece in shard] for shard in shards] == [
         [((0, 0), 2)],
         [((2, 0), 2)],
         [((4, 0), 1)],
         [],
     ]
-    assert {piece.whole_shape for share in shares for piece in share} == {(5, 3)}
+    assert {piece.whole_shape for shard in shards for piece in shard} == {(5, 3)}
 
 
 def test_columns_are_divided_where_a_layer_takes_parts_of_its_input() -> None:

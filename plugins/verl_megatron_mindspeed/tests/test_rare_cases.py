@@ -67,7 +67,7 @@ ODD_LENGTHS: Final = ((1, 2), (1,), (1, 1, 3), (600,), (5, 1, 70))
 
 
 def train_on_odd_lengths(rank: int, folder: Path, settings: dict[str, Any]) -> list[float]:
-    """Give all to the first share, and as many empty micro-batches to others; return losses, norms and log-probs."""
+    """Give all to data rank 0, and as many empty micro-batches to others; return losses, norms and log-probs."""
     driver = new_driver(folder, rank, **settings)
     found = []
     for lengths in ODD_LENGTHS:
@@ -125,7 +125,7 @@ class FailingLoss(LossWithoutGraph):
 def train_on_odd_losses(rank: int, folder: Path, settings: dict[str, Any]) -> list[float]:
     """Return the norms of a step whose loss lacks a part, and of one after a step that failed."""
     driver = new_driver(folder, rank, **settings)
-    # The same for every share, so that each lacks the same part.
+    # The same for every data-parallel rank, so that each lacks the same part.
     batches = [make_sequences(3, seed=seed) for seed in range(3)]
     norms = [driver.step(batches, LossWithoutGraph()).optimizer.grad_norm]
     with pytest.raises(ZeroDivisionError):

@@ -167,7 +167,7 @@ def _exported_by_mbridge(model: MegatronModel) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("model", "layout"), [("tied", "pp"), ("qwen2", "tp"), ("experts", "tp, ep")])
-def test_the_ranks_parts_are_whole_weights_and_go_back_in(
+def test_the_ranks_parts_are_full_weights_and_go_back_in(
     ranks: RankPool, folders: dict[str, Path], model: str, layout: str
 ) -> None:
     expected = load_file(folders[model] / "model.safetensors")

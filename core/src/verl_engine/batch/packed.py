@@ -116,7 +116,7 @@ class PackedBatch:
         return tuple(runs)
 
     def unpack(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Split per-token values into one tensor a sequence, in the order of the list given to `from_sequences`.
+        """Split per-token values into one tensor per sequence, in the order of the list given to `from_sequences`.
 
         Args:
             values: [T] or [T, ...], any dtype.
@@ -125,8 +125,8 @@ class PackedBatch:
         """
         parts = values.split(list(self.lengths))
         result: list[torch.Tensor] = [values] * len(parts)
-        for place, index in enumerate(self.order):
-            result[index] = parts[place]
+        for at, index in enumerate(self.order):
+            result[index] = parts[at]
         return result
 
 

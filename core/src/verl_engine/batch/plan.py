@@ -29,46 +29,46 @@ def plan_micro_batches(lengths: Sequence[int], num_ranks: int, max_tokens: int) 
     """
     if num_ranks < 1 or max_tokens < 1 or min(lengths, default=1) < 1:
         raise BatchError(f"num_ranks={num_ranks}, max_tokens={max_tokens} and every length must be at least 1")
-    shares = balance(lengths, num_ranks)
+    shards = balance(lengths, num_ranks)
     # Fewer cannot do: what is longer than the budget fills one micro-batch, and no more.
-    least = max(-(-sum(min(lengths[index], max_tokens) for index in share) // max_tokens) for share in shares)
-    plan = _split(lengths, shares, max(1, least))
+    least = max(-(-sum(min(lengths[index], max_tokens) for index in shard) // max_tokens) for shard in shards)
+    plan = _split(lengths, shards, max(1, least))
     if all(_keeps_budget(lengths, rank, max_tokens) for rank in plan):
         return plan
     # Where sequences are long beside the budget, balancing takes many more: filling tells how many surely do.
-    filled = [_fill(lengths, share, max_tokens) for share in shares]
+    filled = [_fill(lengths, shard, max_tokens) for shard in shards]
     count = max(map(len, filled))
     return [
         balanced if _keeps_budget(lengths, balanced, max_tokens) else full + [[] for _ in range(count - len(full))]
-        for balanced, full in zip(_split(lengths, shares, count), filled, strict=True)
+        for balanced, full in zip(_split(lengths, shards, count), filled, strict=True)
     ]
 
 
-def _split(lengths: Sequence[int], shares: list[list[int]], count: int) -> list[list[list[int]]]:
-    """Split each rank's share into `count` balanced micro-batches."""
+def _split(lengths: Sequence[int], shards: list[list[int]], count: int) -> list[list[list[int]]]:
+    """Split each rank's shard into `count` balanced micro-batches."""
     return [
-        [[share[item] for item in group] for group in balance([lengths[index] for index in share], count)]
-        for share in shares
+        [[shard[item] for item in group] for group in balance([lengths[index] for index in shard], count)]
+        for shard in shards
     ]
 
 
-def _fill(lengths: Sequence[int], share: list[int], max_tokens: int) -> list[list[int]]:
+def _fill(lengths: Sequence[int], shard: list[int], max_tokens: int) -> list[list[int]]:
     """Fill micro-batches up to the budget: each sequence, the longest first, goes where it leaves the least room.
 
     Source: Johnson et al. 1974, "Worst-case performance bounds for simple one-dimensional packing algorithms" (best fit
         decreasing): at most 11/9 of the smallest number, and one more.
     """
     groups: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (room, place in groups), ascending
-    for index in sorted(share, key=lambda index: (-lengths[index], index)):
+    rooms: list[tuple[int, int]] = []  # (room, index in groups), ascending
+    for index in sorted(shard, key=lambda index: (-lengths[index], index)):
         fit = bisect_left(rooms, (lengths[index], 0))
         if fit < len(rooms):
-            room, place = rooms.pop(fit)
+            room, at = rooms.pop(fit)
         else:
-            room, place = max_tokens, len(groups)
+            room, at = max_tokens, len(groups)
             groups.append([])
-        groups[place].append(index)
-        insort(rooms, (room - lengths[index], place))
+        groups[at].append(index)
+        insort(rooms, (room - lengths[index], at))
     return [sorted(group) for group in groups]
 
 

@@ -47,7 +47,7 @@ def inspect(
         manifest = _checked(folder, quick)
         if as_json:
             weights = manifest.model_dump(mode="json", include={"weights"})
-            _print_json({**_figures(folder, manifest), **weights})
+            _print_json({**_summary(folder, manifest), **weights})
         else:
             compared = "not compared" if quick else "all right"
             _print_one(folder, manifest, f"of {len(manifest.files)} files, {compared}")
@@ -57,7 +57,7 @@ def inspect(
     if as_json:
         _print_json(
             [
-                {"path": str(each), "error": problem} if manifest is None else _figures(each, manifest)
+                {"path": str(each), "error": problem} if manifest is None else _summary(each, manifest)
                 for each, manifest, problem in rows
             ]
         )
@@ -147,7 +147,7 @@ def _read(folder: Path, is_quick: bool) -> tuple[CheckpointManifest | None, str]
         return None, str(error)
 
 
-def _figures(folder: Path, manifest: CheckpointManifest) -> dict[str, Any]:
+def _summary(folder: Path, manifest: CheckpointManifest) -> dict[str, Any]:
     fields = manifest.model_dump(mode="json", exclude={"weights", "files"})
     return {
         "path": str(folder),
@@ -193,7 +193,7 @@ def _print_one(folder: Path, manifest: CheckpointManifest, checksums: str) -> No
 
     table = Table(show_header=False, box=None)
     dtypes = sorted({weight.dtype for weight in manifest.weights.values()})
-    figures = {
+    summary = {
         "step": manifest.step,
         "saved": f"{_age(time.time() - manifest.saved_at)} ago",
         "size": _size(folder_bytes(folder)),
@@ -206,7 +206,7 @@ def _print_one(folder: Path, manifest: CheckpointManifest, checksums: str) -> No
         "checksums": checksums,
         "user state": json.dumps(manifest.user_state),
     }
-    for name, value in figures.items():
+    for name, value in summary.items():
         table.add_row(Text(name, style="bold"), Text(str(value)))
     Console(highlight=False).print(table)
 

@@ -1,1 +1,1 @@
-"""Floor 1: what an engine is and does. Nothing here imports torch."""
+"""Layer 1: what an engine is and does. Nothing here imports torch."""

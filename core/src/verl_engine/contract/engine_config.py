@@ -56,7 +56,7 @@ class EngineConfig(StrictModel):
     lora: LoraConfig | None = None
     """Train adapters instead of the whole model; exports are merged weights."""
     snapshot_memory: Literal["private", "shared"] = "private"
-    """Where weights that are kept aside on the CPU lie: ``shared`` lets other processes of this machine map them
+    """Where snapshots of weights on the CPU lie: ``shared`` lets other processes of this machine map them
     without a copy."""
     snapshot_limit_bytes: Bytes | None = None
     """How much all snapshots of a rank may take together; by default as much as there is."""
@@ -74,7 +74,7 @@ class EngineConfig(StrictModel):
     """Optimizer steps of the whole run; a falling schedule needs it. Jobs fill it in from their own length;
     the ``config.yaml`` of a job has that number, so set null there where the length changes."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Where a falling schedule ends, as a share of the peak."""
+    """Where a falling schedule ends, as a fraction of the peak."""
     weight_decay: NonNegative = 0.0
     """Weight decay of the optimizer (AdamW's is decoupled), on parameters of two dims or more; ``decay_vectors`` adds
     the others."""
@@ -88,7 +88,7 @@ class EngineConfig(StrictModel):
     """Gradients are scaled down to this L2 norm over all ranks."""
     max_skipped_steps: Count = 5
     """The job stops after so many optimizer steps in a row with a gradient that is not finite. In float16 an overflow
-    that a lower loss scale may mend does not count: a fresh run may begin with a few."""
+    that a lower loss scale may fix does not count: a fresh run may begin with a few."""
 
     @model_validator(mode="after")
     def _check(self) -> EngineConfig:
@@ -130,7 +130,7 @@ class EngineConfig(StrictModel):
         return tuple(feature for feature, is_asked in asked.items() if is_asked)
 
     def data_parallel_ranks(self, world_size: int) -> tuple[int, ...]:
-        """Say which share of the data each rank of the world computes; ranks that split a model share one.
+        """Return the data-parallel rank of each rank of the world; ranks that split a model have the same.
 
         Returns:
             For each rank its data-parallel rank; by default every rank has a share of its own. Overridden by backends

@@ -65,8 +65,8 @@ class TrainingDivergedError(EngineError):
 
 
 class WeightsError(EngineError):
-    """Weights arrived incomplete, corrupted or with another version than promised."""
+    """Weights arrived incomplete, corrupted or with another version than announced."""
 
 
 class StuckError(EngineError, TimeoutError):
-    """A wait passed its time limit; the message names who did not answer."""
+    """A wait passed its time limit; the message names who did not respond."""

@@ -113,6 +113,6 @@ def engine_restore_weights_from_cpu(engine: Engine, snapshot: WeightSnapshot) ->
         snapshot: was filled by this engine; copy from it with ``snapshot.copy_into(names_and_tensors)``, which checks
             names, shapes and dtypes before it copies anything.
     Returns:
-        True, so that the call is known to be answered.
+        True, so that the call is known to be handled.
     Collectives: none.
     """

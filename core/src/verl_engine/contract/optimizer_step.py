@@ -14,7 +14,7 @@ class OptimizerStep:
     learning_rate: float
     """The rate this step used, or would have used."""
     overflow: bool = False
-    """True for a step that was not applied where the engine lowered its loss scale (float16), which may mend it: such a
+    """True for a step that was not applied where the engine lowered its loss scale (float16), which may fix it: such a
     step does not count for ``max_skipped_steps``."""
     num_zeros: int | None = None
     """Entries of the gradient that are exactly 0, over all parameters; None where the engine does not count them."""

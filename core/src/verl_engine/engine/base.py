@@ -48,9 +48,9 @@ class WeightShard:
     name: str
     """As in `WeightSpec`."""
     view_shape: tuple[int, ...]
-    """The shape that the whole weight is looked at in: its own, or ``(elements,)`` where an engine shards flat."""
+    """The shape that the full weight is looked at in: its own, or ``(elements,)`` where an engine shards flat."""
     offsets: tuple[int, ...]
-    """Where the part begins in that view, one number a dim."""
+    """Where the part begins in that view, one number per dim."""
     tensor: torch.Tensor
     """The part, detached, maybe empty; with as many dims as the view. Live: copy it to keep it."""
     replicas: tuple[int, ...] = ()
@@ -83,7 +83,7 @@ class Engine(ABC):
 
     @abstractmethod
     def zero_grad(self) -> None:
-        """Forget all gradients, those held back by an unfinished accumulation too."""
+        """Forget all gradients, the unreduced ones of an unfinished accumulation too."""
 
     @abstractmethod
     def set_training(self, training: bool) -> None:
@@ -131,9 +131,9 @@ class Engine(ABC):
 
     @abstractmethod
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield whole weights one by one, detached; each is valid until the next is taken.
+        """Yield full weights one by one, detached; each is valid until the next is taken.
 
-        Collectives: an all-gather a weight; every rank takes all of them, with the same names.
+        Collectives: an all-gather per weight; every rank takes all of them, with the same names.
         """
 
     @abstractmethod
@@ -144,16 +144,16 @@ class Engine(ABC):
         """
 
     def load_full_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:  # noqa: ARG002 - for overriding
-        """Take whole weights, named as `full_weights` yields them, on every rank; all of them, in any order.
+        """Take full weights, named as `full_weights` yields them, on every rank; all of them, in any order.
 
         Feature ``weight_import``. Raises:
             WeightsError: a name or shape that the engine does not have, or a weight that is missing.
-        Collectives: may have some a weight.
+        Collectives: may have some per weight.
         """
         raise self._unsupported("weight_import")
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        """Yield this rank's part of each weight that `weight_specs` lists, in that order.
+        """Yield this rank's shard of each weight that `weight_specs` lists, in that order.
 
         Feature ``weight_shards``. Together the ranks' parts cover each weight; replicated ones come from every rank.
         `assemble_weights` puts them together. Every rank takes all of its own.
@@ -165,7 +165,7 @@ class Engine(ABC):
         """Take parts as `weight_shards` of the same rank yields them, with other values; all of them, in any order.
 
         Feature ``weight_shards``. Raises:
-            WeightsError: a name or place that is not this rank's, or a weight that is missing.
+            WeightsError: a name or offsets that are not this rank's, or a weight that is missing.
         Collectives: none.
         """
         raise self._unsupported("weight_shards")
@@ -177,7 +177,7 @@ class Engine(ABC):
     def save_adapter(self, folder: Path) -> None:  # noqa: ARG002 - for overriding
         """Write the adapter alone as a peft folder; the first rank writes. Feature ``lora``.
 
-        Collectives: an all-gather a weight of the adapter.
+        Collectives: an all-gather per weight of the adapter.
         """
         raise self._unsupported("lora")
 

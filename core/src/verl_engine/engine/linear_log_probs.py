@@ -1,7 +1,7 @@
 """Log-probs and entropy straight from the last hidden states, never holding the logits of all tokens.
 
 The output layer is linear, so the logits of some tokens, or of some of the vocabulary, are one product away. The
-forward takes a chunk of tokens at a time with the whole vocabulary, and keeps two numbers a token: its highest logit,
+forward takes a chunk of tokens at a time with the whole vocabulary, and keeps two numbers per token: its highest logit,
 and the log of the softmax's denominator. With them the backward needs no whole rows: it takes all tokens and a part of
 the vocabulary at a time. So each part of the weight's gradient is one product over all tokens, rounded once, and what
 is summed up over the parts is the small gradient of the hidden states, in float32. Where all tokens fit one chunk and

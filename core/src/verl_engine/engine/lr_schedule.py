@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def lr_multiplier(config: EngineConfig, step: int) -> float:
-    """Return the share of the peak learning rate that an optimizer step uses.
+    """Return the fraction of the peak learning rate that an optimizer step uses.
 
     Rises linearly over ``warmup_steps`` (the first step already uses 1 / warmup_steps), then stays, or falls to
     ``min_lr_ratio`` at ``total_steps`` and stays there: at once, or (``wsd``) over the last ``decay_steps``.

@@ -66,7 +66,7 @@ class ModuleEngine(Engine):
             config: the ``engine`` section.
             device: of this rank.
             module: transformers' model, sharded already if it is to be.
-            data_parallel: this rank's place; by default that of the only rank. Gradients are taken to be averaged over
+            data_parallel: this rank's index; by default that of the only rank. Gradients are taken to be averaged over
                 the ranks; where they are summed, set ``gradient_divisor = 1`` afterwards.
             optimizer: of the module's parameters; by default AdamW as configured. A forward-only engine has none.
         """
@@ -177,11 +177,11 @@ class ModuleEngine(Engine):
         return self._held_dtypes[dtype]
 
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield whole weights; see the base class."""
+        """Yield full weights; see the base class."""
         return full_weights(self.exported(), names)
 
     def load_full_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take whole weights; see the base class. No collectives.
+        """Take full weights; see the base class. No collectives.
 
         Raises:
             UnsupportedError: there are adapters: what comes is merged, and cannot be taken apart.

@@ -36,7 +36,7 @@ def output_from_logits(
     Collectives: none. Gradient: through the logits.
     """
     positions_M = batch.loss_positions
-    logp_M, entropy_M = figures_from_logits(
+    logp_M, entropy_M = numbers_from_logits(
         logits_MV, batch.input_ids[positions_M], rows_of(temperature, positions_M), entropy
     )
     zeros_T = logp_M.new_zeros(batch.num_tokens)
@@ -46,7 +46,7 @@ def output_from_logits(
     )
 
 
-def figures_from_logits(
+def numbers_from_logits(
     logits_MV: torch.Tensor, targets_M: torch.Tensor, temperature: Temperature, entropy: Entropy = "off"
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute log-prob and entropy of each row under softmax(logits / temperature).

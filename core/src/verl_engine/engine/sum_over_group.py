@@ -1,4 +1,4 @@
-"""Figures of tokens that several ranks split among them, brought together with the right gradient."""
+"""Per-token numbers that several ranks split among them, brought together with the right gradient."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 def sum_over_group(parts: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Bring the figures of all ranks together, where each has a part and 0 elsewhere.
+    """Bring the numbers of all ranks together, where each has a part and 0 elsewhere.
 
     Args:
         parts: any shape and dtype, the same on every rank; unchanged.

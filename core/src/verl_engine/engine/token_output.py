@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """Figures for each token of a micro-batch, as the engine's config asks for them; all 0 outside the loss.
+    """Numbers for each token of a micro-batch, as the engine's config asks for them; all 0 outside the loss.
 
     A loss that reads what was not computed gets an error that names the setting.
     """

@@ -83,7 +83,7 @@ class EngineWorker:
 
         Raises:
             ConfigError: the ranks cannot be divided as configured.
-            PluginError: the engine lacks methods that its backend does not say it lacks, or takes another share of the
+            PluginError: the engine lacks methods that its backend does not say it lacks, or has another share of the
                 data than its config gives this rank.
         """
         self._config.validate_world(self._world_size)
@@ -100,8 +100,8 @@ class EngineWorker:
             raise PluginError(
                 f"backend {self._config.backend}: the engine of rank {self._rank} has data_parallel rank {found.rank} "
                 f"of {found.size}, but {type(self._config).__name__}.data_parallel_ranks({self._world_size}), "
-                f"{shares}, gives it share {own} of {count}; it would train on batches that are not meant for it. This "
-                "is a bug of the backend: mend whichever is wrong"
+                f"{shares}, gives it {own} of {count}; it would train on batches that are not meant for it. This "
+                "is a bug of the backend: fix whichever is wrong"
             )
 
     @property
@@ -162,7 +162,7 @@ class EngineWorker:
             temperature: divides the logits before the softmax; sequences with a field ``temperature`` have their own.
             disable_adapter: run the model without its LoRA adapter, as the reference policy it started from.
             tag: compute under the weights that `save_model_to_cpu` kept under it, such as those of an older policy;
-                those in force come back. See `Snapshots.swapped`.
+                the current ones come back. See `Snapshots.swapped`.
         Returns:
             For each micro-batch and sequence, in the order given, [L] float32: log-probs in nats, or values; 0 outside
             the loss mask.
@@ -179,8 +179,8 @@ class EngineWorker:
                 batch = PackedBatch.from_sequences(sequences, engine.device.torch_device)
                 require_positions(self._host, [batch])
                 output = engine.forward(batch, temperature_of(batch, temperature))
-                figures = (output.values if self._config.head == "value" else output.log_probs).cpu()
-                results.append([part.numpy().copy() for part in batch.unpack(figures)][: len(sequences)])
+                numbers = (output.values if self._config.head == "value" else output.log_probs).cpu()
+                results.append([part.numpy().copy() for part in batch.unpack(numbers)][: len(sequences)])
         return results
 
     def save_model_to_cpu(self, tag: int | str, version: int = 0) -> None:

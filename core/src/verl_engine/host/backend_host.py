@@ -166,7 +166,7 @@ class BackendHost:
         return filled
 
     def restore_weights_from_cpu(self, engine: Engine, snapshot: WeightSnapshot) -> None:
-        """Put a snapshot's weights back in force; every rank calls it."""
+        """Make a snapshot's weights current again; every rank calls it."""
         is_restored = self._restore_weights_from_cpu(engine=engine, snapshot=snapshot)
         self._require_result("engine_restore_weights_from_cpu", is_restored or None, "True")
 
@@ -175,7 +175,7 @@ class BackendHost:
         self.spec.require(feature)
 
     def metrics(self) -> dict[str, float]:
-        """Return what the observers measured since the last call, each figure under ``observer/figure``."""
+        """Return what the observers measured since the last call, each metric under ``observer/metric``."""
         return collect_metrics(self._observers)
 
     @property

@@ -1,4 +1,4 @@
-"""The shortest way to a hook that one implementation answers."""
+"""The shortest way to a hook with one implementation."""
 
 from __future__ import annotations
 

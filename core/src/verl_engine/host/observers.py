@@ -1,4 +1,4 @@
-"""Observers: plugins that wrap an engine's hooks to look on, such as one that takes times. None changes a result."""
+"""Observers: plugins that wrap an engine's hooks to observe it, for example to take times. None changes a result."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def load_observer(name: str, at: str) -> Observer:
 
 
 def check_only_wraps(relays: Mapping[str, pluggy.HookCaller], observer: Observer) -> None:
-    """Check that an observer, registered already, wraps hooks and answers none in the backend's place.
+    """Check that an observer, registered already, wraps hooks and implements none in the backend's place.
 
     Raises:
-        HookError: it answers one, or has no hooks at all.
+        HookError: it implements one, or has no hooks at all.
     """
     own = [
         (name, implementation)
@@ -70,31 +70,31 @@ def check_only_wraps(relays: Mapping[str, pluggy.HookCaller], observer: Observer
     ]
     if not own:
         raise HookError(f"{observer.label} wraps no hook; mark its functions with @hookimpl(wrapper=True)")
-    answering = [name for name, implementation in own if not (implementation.wrapper or implementation.hookwrapper)]
-    if answering:
+    implemented = [name for name, implementation in own if not (implementation.wrapper or implementation.hookwrapper)]
+    if implemented:
         raise HookError(
-            f"{observer.label} would answer {', '.join(answering)} in the backend's place; an observer only wraps: "
-            "@hookimpl(wrapper=True)"
+            f"{observer.label} would implement {', '.join(implemented)} in the backend's place; an observer only wraps "
+            "hooks: @hookimpl(wrapper=True)"
         )
 
 
 def collect_metrics(observers: Sequence[Observer]) -> dict[str, float]:
-    """Ask each observer that has a method ``metrics`` for its figures since the last time.
+    """Ask each observer that has a method ``metrics`` for its metrics since the last time.
 
     Returns:
-        The figures, each under ``observer's name/its name``.
+        The metrics, each under ``observer's name/its name``.
     Raises:
         HookError: what one returns is no mapping of names to numbers, or it fails.
     """
-    figures: dict[str, float] = {}
+    found: dict[str, float] = {}
     for observer in observers:
         metrics: Callable[[], Mapping[str, float]] | None = getattr(observer.plugin, "metrics", None)
         if metrics is None:
             continue
         try:
-            figures |= {f"{observer.name}/{name}": float(value) for name, value in metrics().items()}
+            found |= {f"{observer.name}/{name}": float(value) for name, value in metrics().items()}
         except Exception as cause:  # a stranger's method can raise anything
             raise HookError(
                 f"{observer.label}: metrics() must return a dict of names to numbers: {type(cause).__name__}: {cause}"
             ) from cause
-    return figures
+    return found

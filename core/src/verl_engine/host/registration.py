@@ -57,7 +57,7 @@ def register_backend(manager: pluggy.PluginManager, backend: object, spec: Backe
 
 
 def _implementations(relay: pluggy.HookCaller) -> list[pluggy.HookImpl]:
-    """Return what answers a hook; wrappers do not."""
+    """Return what implements a hook; wrappers do not."""
     return [each for each in relay.get_hookimpls() if not (each.wrapper or each.hookwrapper)]
 
 

@@ -25,7 +25,7 @@ class Timing:
     """
 
     def __init__(self) -> None:
-        """Start with every figure at zero: each step reports the same names."""
+        """Start with every metric at zero: each step reports the same names."""
         self._once = {"engine_prepare_process_s": 0.0, "engine_create_s": 0.0}
         self._step = {"engine_gradient_sync_s": 0.0, "forward_backward_s": 0.0, "engine_optimizer_step_s": 0.0}
 
@@ -35,9 +35,9 @@ class Timing:
         ``engine_gradient_sync_s`` is the hook with entering and leaving its context, ``forward_backward_s`` is what was
         done inside. Those of ``engine_prepare_process`` and ``engine_create`` are of their last call, each time.
         """
-        figures = {**self._once, **self._step}
+        metrics = {**self._once, **self._step}
         self._step = dict.fromkeys(self._step, 0.0)
-        return figures
+        return metrics
 
     @hookimpl(wrapper=True)
     def engine_prepare_process(self) -> Generator[None, Result, Result]:

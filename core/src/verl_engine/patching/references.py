@@ -114,7 +114,7 @@ class _Search(NamedTuple):
                 yield Reference(value, self.module, place, partial(setattr, holder, name))
             if inner is not value and id(inner) in self.wanted:
                 yield Reference(inner, self.module, place, partial(_set_wrapped, holder, name, kind))
-            # By the type alone: some objects answer isinstance() and getattr() with an import or a warning.
+            # By the type alone: some objects respond to isinstance() and getattr() with an import or a warning.
             if issubclass(kind, type):
                 members = {} if prefix else stored_names(value)
                 if members.get("__module__") == self.module:  # others are looked at where they are defined

@@ -1,1 +1,1 @@
-"""Floor 5: what tests of engines need."""
+"""Layer 5: what tests of engines need."""

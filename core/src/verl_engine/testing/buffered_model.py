@@ -24,7 +24,7 @@ class BufferedConfig(Qwen3Config):
 
 
 class BufferedModel(Qwen3ForCausalLM):
-    """Qwen3 whose logits are scaled by two running figures, as a batch normalisation would keep them."""
+    """Qwen3 whose logits are scaled by two running numbers, as a batch normalisation would keep them."""
 
     config_class = BufferedConfig
 

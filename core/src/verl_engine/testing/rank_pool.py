@@ -52,7 +52,7 @@ class RankError(AssertionError):
         self.summary = summary
         """The failure in a line or two, without its traceback."""
         self.details = details
-        """Its traceback; of ranks that did not answer, where each of them is."""
+        """Its traceback; of ranks that did not respond, where each of them is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class RankPool:
             device: kind of device whose collectives are used.
             must_precede: modules that may not be imported before `prepare`; then nothing is preloaded that would.
             environment: variables that each gets before `prepare`.
-            tidy: called in each after a call that all of them answered, such as to end process groups.
+            tidy: called in each after a call that all of them returned from, such as to end process groups.
         """
         self.world_size = world_size
         self.is_closed = False
@@ -122,7 +122,7 @@ class RankPool:
         Returns:
             Each rank's result, in rank order.
         Raises:
-            RankError: a rank raised, died or did not answer in time; the pool is closed.
+            RankError: a rank raised, died or did not respond in time; the pool is closed.
         """
         # Plain pickle copies tensors; multiprocessing's own would share them with a process that is about to end.
         job = pickle.dumps((function, args))
@@ -140,7 +140,7 @@ class RankPool:
             )
         silent = [rank for rank in range(self.world_size) if rank not in results]
         if silent:
-            summary = f"no answer from {_ranks(silent)} of {self.world_size} within {timeout_s:g} s"
+            summary = f"no result from {_ranks(silent)} of {self.world_size} within {timeout_s:g} s"
             places = self._places(silent)
             self.close(grace_s=0.0)  # some may wait for each other for ever
             raise RankError(summary, summary, f"{summary}\n{places}")
@@ -188,7 +188,7 @@ class RankPool:
             answer: tuple[Any, bool] | _Failure = pickle.loads(self._pipes[rank].recv_bytes())  # noqa: S301 - our own child
         except (EOFError, OSError):
             self._processes[rank].join(_GRACE_S)
-            summary = f"the process died without an answer (exit code {self._processes[rank].exitcode})"
+            summary = f"the process died without a result (exit code {self._processes[rank].exitcode})"
             # Before all others: that their peer is gone they may have noticed sooner than we.
             return _Failure(-math.inf, rank, summary, f"{summary}; it wrote:\n{self._log(rank)}")
         return answer
@@ -229,7 +229,7 @@ def _serve(
     tidy: Callable[[], None] | None,
     device: str,
 ) -> None:
-    """Be one rank: join the group, answer calls until there are no more."""
+    """Be one rank: join the group, run calls until there are no more."""
     os.environ.update(
         environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), GLOO_SOCKET_IFNAME="lo"
     )

@@ -27,7 +27,7 @@ def run_ranks(
     Returns:
         Each rank's result, in rank order.
     Raises:
-        RankError: a rank raised, died or did not answer in time.
+        RankError: a rank raised, died or did not respond in time.
     """
     pool = RankPool(world_size)
     try:

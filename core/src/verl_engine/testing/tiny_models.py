@@ -37,7 +37,7 @@ def write_tiny_model(
 def write_absolute_position_model(folder: Path) -> Path:
     """Write a two-layer GPT-2, which learns a vector for each position: it knows where a sequence begins.
 
-    Models with rotary positions only know distances, and answer the same wherever position ids begin.
+    Models with rotary positions only know distances, and give the same wherever position ids begin.
     """
     config = transformers.GPT2Config(
         vocab_size=32, n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2

@@ -48,7 +48,7 @@ class ShardedConfig(EngineConfig):
     micro-batch times the vocabulary."""
     gradient_sync: Literal["last_micro_batch", "every_micro_batch", "auto"] = "last_micro_batch"
     """When gradients are reduced over the ranks. At the last micro-batch only: least traffic, but each rank holds a
-    whole float32 gradient (4 bytes a trained parameter) meanwhile. At each: 4 / ranks bytes a parameter, and one
+    whole float32 gradient (4 bytes per trained parameter) meanwhile. At each: 4 / ranks bytes per parameter, and one
     reduction for each. ``auto`` takes the first where it fits ``held_gradient_bytes``, and logs why."""
     held_gradient_bytes: int | None = Field(default=None, ge=0, le=2**50)
     """With ``gradient_sync: auto``: how much a rank may hold of not yet reduced gradients; by default a quarter of the
@@ -59,7 +59,7 @@ class ShardedConfig(EngineConfig):
 
     optimizer: str = "torch.optim.AdamW"
     """Dotted path of the optimizer's class. AdamW gets ``betas``, ``eps`` and its fused form where there is one; any
-    other only ``lr``, ``weight_decay`` a group, and ``optimizer_options``."""
+    other only ``lr``, ``weight_decay`` per group, and ``optimizer_options``."""
     optimizer_options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the optimizer's constructor."""
     parameter_groups: tuple[ParameterGroup, ...] = ()
@@ -194,11 +194,11 @@ class FsdpConfig(TorchShardedConfig):
     backend: Literal["fsdp"] = "fsdp"
     """Fixed: this section is for ``fsdp``."""
     gradient_sync: Literal["last_micro_batch", "every_micro_batch", "auto"] = "auto"
-    """As for fsdp2, but FSDP1 accumulates what it holds back in ``param_dtype``: so ``last_micro_batch`` is refused
+    """As for fsdp2, but FSDP1 accumulates unreduced gradients in ``param_dtype``: so ``last_micro_batch`` is refused
     with another one than float32, and ``auto`` then reduces at every micro-batch."""
     reshard_after_forward: bool = True
     """Free gathered parameters after the forward (FULL_SHARD); false keeps them to the end of the backward, and through
-    micro-batches whose gradients are held back (SHARD_GRAD_OP)."""
+    micro-batches whose gradients are unreduced (SHARD_GRAD_OP)."""
     forward_prefetch: bool = False
     """Gather the next block before the current one's forward, in the order of the first pass."""
     backward_prefetch: Literal["before", "after", "off"] = "before"

@@ -49,7 +49,7 @@ class ShardedEngine(ModuleEngine):
     """Whether sequences lie end to end; not for every model, whatever the config says."""
 
     def __init__(self, config: ShardedConfig, model_folder: Path) -> None:
-        """Load the model, shard it, build the optimizer. Collectives: those of device meshes, a broadcast a weight."""
+        """Load and shard the model, build the optimizer. Collectives: of device meshes, a broadcast per weight."""
         device = Device.resolve(config.device, int(os.environ.get("LOCAL_RANK", dist.get_rank())))
         self.meshes = self.divide_ranks(config, device)
         model = self.load(config, model_folder)
@@ -118,7 +118,7 @@ class ShardedEngine(ModuleEngine):
         return super().state_dict()
 
     def load_full_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take whole weights; see the base class."""
+        """Take full weights; see the base class."""
         self.reshard()  # or what is gathered would go on being used
         super().load_full_weights(weights)
 
@@ -146,7 +146,7 @@ class ShardedEngine(ModuleEngine):
         save_adapter(self.model, self.full_trained(), folder)
 
     def full_trained(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield whole weights of what is trained, by the module's own names. Collectives: an all-gather a weight."""
+        """Yield full weights of what is trained, by the module's own names. Collectives: an all-gather per weight."""
         trained = {name: Exported(entry) for name, entry in self.parameters.items() if entry.requires_grad}
         return full_weights(trained, list(trained))
 

@@ -44,7 +44,7 @@ def build_meshes(config: TorchShardedConfig, device_kind: str) -> Meshes:
 
 
 def divide_data(config: ShardedConfig, device_kind: str, weights: DeviceMesh) -> Meshes:
-    """Give each rank a share of the data, or a part of one. Collectives: those of a new device mesh, if there is one.
+    """Give each rank a shard of the data, or a part of one. Collectives: those of a new device mesh, if there is one.
 
     Args:
         config: says how many ranks split the tokens of a micro-batch.

@@ -24,7 +24,7 @@ class FsdpTurboConfig(ShardedConfig):
     """Ranks that split the tokens of each micro-batch by the library's means; see ``cp_plan``. Not together with
     ``sequence_parallel_size``, which does the same by the engine's own for models with plain attention."""
     expert_parallel_size: Ranks = 1
-    """Ranks that divide the experts of a mixture-of-experts model; see ``ep_plan``. At least two experts a rank."""
+    """Ranks that divide the experts of a mixture-of-experts model; see ``ep_plan``. At least two experts per rank."""
     expert_fully_shard_parallel_size: Ranks = 1
     """Ranks that share one copy of a rank's experts."""
     tensor_parallel_size: Ranks = 1

@@ -103,7 +103,7 @@ class TurboEngine(FullyShardedEngine):
             )
         values = for_model(self._values, model)
         pending = patches.without_done(values)
-        fill = Materializer(model, device.torch_device).hold_back()
+        fill = Materializer(model, device.torch_device).defer()
         try:
             with patches.keep_reductions():
                 wrapper = self._library.main.FSDPTurbo(self._library.build_config(pending), model)

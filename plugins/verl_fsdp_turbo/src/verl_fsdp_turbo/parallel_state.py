@@ -1,6 +1,6 @@
 """The library's division of the ranks, of which a process has one: made before others can, and checked.
 
-A second call with other sizes is ignored by the library without a word, and so is a first one after somebody only
+A second call with other sizes is ignored by the library silently, and so is a first one after somebody only
 looked.
 """
 
@@ -65,7 +65,7 @@ class RankDivision:
 
     @property
     def data_parallel(self) -> DataParallel:
-        """This rank's share of the data. Newer releases have a mesh for it, which must agree with the older ones'."""
+        """This rank's shard of the data. Newer releases have a mesh for it, which must agree with the older ones'."""
         # Older releases have only this, of the ranks that hold different sequences.
         axis = "data" if hasattr(self.state, "get_data_group") else "cdp"
         state = self.state
@@ -93,7 +93,7 @@ def divide_ranks(library: Library, config: Any, sizes: Mapping[str, int]) -> Ran
     if _made and dict(_made[0].sizes) != dict(sizes):
         raise UnsupportedError(
             f"this process has an engine for which fsdp_turbo divided the ranks as {_text(_made[0].sizes)}, and it "
-            f"knows one division a process: it would go on with it, without a word, instead of {_text(sizes)}. Give "
+            f"knows one division per process: it would go on with it, silently, instead of {_text(sizes)}. Give "
             "both engines the same sizes, or each a process of its own"
         )
     try:

@@ -82,7 +82,7 @@ class FsdpPlan(Plan):
     refused: ClassVar[Mapping[str, tuple[str, str]]] = {
         "fsdp_implementation": (
             "custom",
-            "it needs private parts of some torch releases, and gradients held back in it cannot be found; use native",
+            "it needs private parts of some torch releases, and unreduced gradients in it cannot be found; use native",
         )
     }
     apply_modules: dict[ModulePattern, ModuleSharding] | None = Field(default=None, min_length=1)
@@ -151,7 +151,7 @@ class ContextPlan(Plan):
 
     decided_elsewhere: ClassVar[Mapping[str, str]] = {
         "ulysses_core_attention_function": "the library's wrapper swaps the wrong dims of what transformers' attention "
-        "functions return: log-probs are wrong without a word, and with fewer key-value heads it fails; use "
+        "functions return: log-probs are silently wrong, and with fewer key-value heads it fails; use "
         "ulysses_function_patches, which newer releases of the library have",
         "ulysses_attention_type": "it belongs to ulysses_core_attention_function; use ulysses_function_patches",
         "ulysses_attn_output_transposed": "it belongs to ulysses_core_attention_function; use ulysses_function_patches",

@@ -72,7 +72,7 @@ class MegatronEngine(Engine):
         return self._training
 
     def forward(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
-        """Run the model on a micro-batch, without gradient; every rank of a share gets the output.
+        """Run the model on a micro-batch, without gradient; all ranks with the same data get the output.
 
         Collectives: those of the model's parallelism, and a broadcast from the last pipeline stage.
         """
@@ -118,7 +118,7 @@ class MegatronEngine(Engine):
         return self.weights.specs()
 
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield whole weights; see the base class. Collectives: a broadcast from each rank that has a part."""
+        """Yield full weights; see the base class. Collectives: a broadcast from each rank that has a part."""
         self._settle()
         return self.weights.full_weights(names)
 
@@ -128,7 +128,7 @@ class MegatronEngine(Engine):
         return self.weights.weight_shards()
 
     def load_full_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take whole weights; see the base class. No collectives."""
+        """Take full weights; see the base class. No collectives."""
         self._settle()
         training = self._training
         masters = training.held_master if training is not None and training.has_masters else None

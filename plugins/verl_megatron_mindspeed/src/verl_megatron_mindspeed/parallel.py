@@ -27,7 +27,7 @@ _SIZES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks that do something together, and this one's place among them."""
+    """Ranks that do something together, and this one's index among them."""
 
     rank: int
     size: int

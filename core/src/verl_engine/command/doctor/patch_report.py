@@ -62,12 +62,12 @@ def describe_patches(backend: str, section: Mapping[str, Any] | None = None, tim
     except subprocess.TimeoutExpired:
         return PatchReport(backend, error=f"the preparation was not done after {timeout_s:g} s")
     try:
-        answer = json.loads(done.stdout.strip().rpartition("\n")[2])
+        result = json.loads(done.stdout.strip().rpartition("\n")[2])
     except json.JSONDecodeError:  # it died, by a signal say
         words = done.stderr.strip()[-2000:]
         return PatchReport(backend, error=f"the process ended with exit code {done.returncode} and no report: {words}")
-    patches = tuple(PatchRecord(**record) for record in answer.pop("patches"))
-    return PatchReport(**{**answer, "patches": patches, "waiting": tuple(answer["waiting"])})
+    patches = tuple(PatchRecord(**record) for record in result.pop("patches"))
+    return PatchReport(**{**result, "patches": patches, "waiting": tuple(result["waiting"])})
 
 
 def main() -> None:

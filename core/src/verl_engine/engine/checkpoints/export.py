@@ -220,7 +220,7 @@ def _weights(
 
 
 def _read(reader: CheckpointReader, manifest: CheckpointManifest, *names: str) -> list[torch.Tensor]:
-    """Read whole weights."""
+    """Read full weights."""
     found = {
         name: torch.empty(manifest.weights[name].shape, dtype=_dtype(manifest.weights[name].dtype)) for name in names
     }

@@ -45,7 +45,7 @@ class CheckpointReader:
     def fit(self, state: dict[str, Any]) -> None:
         """Make sure that a state can be read, and take out of it what the checkpoint lacks and need not have.
 
-        Taken out are the optimizer's figures of parameters that had not been trained when it was saved, and all of
+        Taken out are the optimizer's state of parameters that had not been trained when it was saved, and all of
         ``buffers`` and ``loss_scaler`` that is not there.
 
         Raises:
@@ -85,7 +85,7 @@ def _is_optional(path: tuple[str | int, ...], saved: dict[str, Any]) -> bool:
         return True
     if path[0] == "schedule":  # torch adds fields now and then; those that are there are enough
         return any(key.startswith("schedule.") for key in saved)
-    # A parameter whose gradient was never computed has no figures at all; with some of them it is another optimizer.
+    # A parameter whose gradient was never computed has no state at all; with some of them it is another optimizer.
     if path[:2] == ("optimizer", "state"):
         prefix = ".".join(map(str, path[:3])) + "."
         return "optimizer.param_groups.0.params" in saved and not any(key.startswith(prefix) for key in saved)

@@ -1,1 +1,1 @@
-"""Weights kept aside on the CPU, at the speed of memory."""
+"""Snapshots of weights on the CPU, at the speed of memory."""

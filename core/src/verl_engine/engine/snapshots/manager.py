@@ -1,4 +1,4 @@
-"""Weights kept aside on the CPU, by tag: for old-policy log-probs, for trying a step and taking it back.
+"""Snapshots of weights on the CPU, by tag: for old-policy log-probs, for trying a step and taking it back.
 
 Each rank keeps its own shards. Storage is the snapshot's own, made once and reused; it never aliases live weights.
 """
@@ -41,9 +41,7 @@ class Snapshots:
         self._engine = engine
         self._memory = SnapshotMemory(memory, limit_bytes, engine.device)
         self._kept: dict[str, WeightSnapshot] = {}
-        self._in_force = WeightSnapshot(
-            "in force", self._memory, kind="private", label="weights in force before swapped"
-        )
+        self._current = WeightSnapshot("current", self._memory, kind="private", label="current weights before swapped")
         """What `swapped` brings back."""
         self._is_swapped = False
 
@@ -53,7 +51,7 @@ class Snapshots:
         return self._memory.held_bytes
 
     def save(self, tag: str, version: int = 0) -> WeightSnapshot:
-        """Keep the weights in force, over what the tag held before; nothing is copied if they are the same.
+        """Keep the current weights, over what the tag held before; nothing is copied if they are the same.
 
         Raises:
             WeightsError: there is no room. The tag holds what it held before.
@@ -68,7 +66,7 @@ class Snapshots:
         return self._kept[tag]
 
     def restore(self, tag: str) -> None:
-        """Put the weights of a tag back in force.
+        """Make the weights of a tag current again.
 
         Raises:
             WeightsError: nothing was saved under the tag, or something that does not fit; then nothing was changed.
@@ -86,7 +84,7 @@ class Snapshots:
 
     @contextmanager
     def swapped(self, tag: str) -> Iterator[None]:
-        """Use the weights of a tag inside; those in force before come back in any case.
+        """Use the weights of a tag inside; the former ones come back in any case.
 
         Takes the memory of one more snapshot, and keeps it for the next time.
 
@@ -96,14 +94,14 @@ class Snapshots:
         snapshot = self._get(tag)
         if self._is_swapped:
             raise WeightsError(f"swapped({tag!r}) inside another swapped: leave that one first")
-        in_force = self._copy(self._in_force)
+        current = self._copy(self._current)
         self._is_swapped = True
         try:
             self._put_back(snapshot)
             yield
         finally:
             self._is_swapped = False
-            self._put_back(in_force)
+            self._put_back(current)
 
     def handle(self, tag: str) -> SnapshotHandle:
         """Return what a `SnapshotReader` in another process needs; it stays right until the tag is dropped.
@@ -115,7 +113,7 @@ class Snapshots:
 
     def close(self) -> None:
         """Forget all tags and free all memory, files in shared memory too. Harmless when called twice."""
-        for snapshot in (*self._kept.values(), self._in_force):
+        for snapshot in (*self._kept.values(), self._current):
             snapshot.clear()
         self._kept.clear()
         self._memory.close()

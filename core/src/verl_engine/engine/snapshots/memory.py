@@ -106,7 +106,7 @@ class SnapshotMemory:
             return
         held = ", ".join(f"{name} {_size(slot.held_bytes)}" for name, slot in self._used.items()) or "nothing"
         raise WeightsError(
-            f"engine.snapshot_limit_bytes={self._limit_bytes} ({_size(self._limit_bytes)} a rank) has no room for "
+            f"engine.snapshot_limit_bytes={self._limit_bytes} ({_size(self._limit_bytes)} per rank) has no room for "
             f"{owner}, which takes {_size(num_bytes)}; held are: {held}. Drop a tag (clear_cpu_model), or "
             "raise the limit"
         )

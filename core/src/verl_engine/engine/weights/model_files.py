@@ -82,7 +82,7 @@ def saved_config(
         source: config.json of the folder that the model was loaded from, all keys as it spells them.
         dtype: of most weights, such as ``bfloat16``.
         architectures: classes that read the weights.
-        is_critic: whether the model ends in one number a token.
+        is_critic: whether the model ends in one number per token.
     """
     config = {**source, "architectures": list(architectures)} if architectures else dict(source)
     config["torch_dtype" if "torch_dtype" in source else "dtype"] = dtype

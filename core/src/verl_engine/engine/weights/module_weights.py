@@ -61,7 +61,7 @@ def weight_specs(exported: Mapping[str, Exported]) -> list[WeightSpec]:
 def full_weights(exported: Mapping[str, Exported], names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Gather weights one by one, adapters merged in; each is valid until the next is taken.
 
-    No more than one whole weight is alive at a time, if the caller lets go of it before it takes the next.
+    No more than one full weight is alive at a time, if the caller lets go of it before it takes the next.
     Collectives: an all-gather for each sharded one, and two more for an adapter's.
     """
     for name in names:
@@ -107,7 +107,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def weight_shards(exported: Mapping[str, Exported]) -> Iterator[WeightShard]:
-    """Yield this rank's part of each weight with its place, adapters merged in.
+    """Yield this rank's shard of each weight with its offsets, adapters merged in.
 
     Collectives: none; for an adapter two all-gathers, of its own small matrices.
     """
@@ -123,7 +123,7 @@ def weight_shards(exported: Mapping[str, Exported]) -> Iterator[WeightShard]:
 
 
 def load_full_weights(exported: Mapping[str, Exported], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Copy whole weights into the shards, in place: each rank cuts out its own part. No collectives.
+    """Copy full weights into the shards, in place: each rank cuts out its own shard. No collectives.
 
     Raises:
         UnsupportedError: there are adapters, and a merged weight cannot be taken apart again.
@@ -138,7 +138,7 @@ def load_weight_shards(exported: Mapping[str, Exported], shards: Iterable[Weight
 
     Raises:
         UnsupportedError: there are adapters, and a merged weight cannot be taken apart again.
-        WeightsError: a name or place that is not this rank's, or a weight that is missing.
+        WeightsError: a name or offsets that are not this rank's, or a weight that is missing.
     """
     pairs = paired_shards(own_tensors(exported), shards, lambda own: (tuple(own.shape), *place_of(own)))
     for own, part in pairs:
@@ -153,14 +153,14 @@ def own_tensors(exported: Mapping[str, Exported]) -> dict[str, torch.Tensor]:
     """
     if any(entry.low_rank for entry in exported.values()):
         raise UnsupportedError(
-            "engine.lora: whole weights cannot be told apart into the model's own and the adapter's; start an engine "
+            "engine.lora: full weights cannot be told apart into the model's own and the adapter's; start an engine "
             "from a folder that holds them"
         )
     return {name: entry.tensor for name, entry in exported.items()}
 
 
 def kept_by_first_rank(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Copy whole weights to the CPU on the first rank; the others only take part in their gathering."""
+    """Copy full weights to the CPU on the first rank; the others only take part in their gathering."""
     kept = {}
     for name, tensor in weights:
         if is_first_rank():

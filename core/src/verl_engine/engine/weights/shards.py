@@ -1,4 +1,4 @@
-"""Weights in parts: where each rank's part lies, which ranks hold it, and whole weights from all ranks' parts."""
+"""Sharded weights: where each rank's shard lies, which ranks hold it, and full weights from all ranks' shards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def place_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     Args:
         tensor: plain (then it is the whole), or a DTensor that is sharded or replicated in any way.
     Returns:
-        Where the part begins, and its shape; one number a dim.
+        Where the part begins, and its shape; one number per dim.
     Raises:
         UnsupportedError: what the ranks hold is to be summed, not laid side by side.
     """
@@ -65,14 +65,14 @@ def shared_by(ranks: Iterable[int], num_elements: int) -> tuple[tuple[int, ...],
 
 
 def part_of(whole: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-    """View a part of a whole tensor, whose place is given; no copy."""
+    """View a part of a whole tensor by offsets and shape; no copy."""
     for dim, (offset, size) in enumerate(zip(offsets, shape, strict=True)):
         whole = whole.narrow(dim, min(offset, whole.shape[dim]), size)  # an empty part may lie beyond the end
     return whole
 
 
 def assemble_weights(specs: Iterable[WeightSpec], shards: Iterable[WeightShard]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Put whole weights together, for whoever received the parts of all ranks.
+    """Put full weights together, for whoever received the shards of all ranks.
 
     Args:
         specs: the weights wanted, of the engine's `weight_specs`.

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from typing import Self
 
 Part = tuple[tuple[int, ...], torch.Tensor]
-"""Where a part begins in the whole, one number a dim, and its content: live, or nothing could be loaded into it."""
+"""Where a part begins in the whole, one number per dim, and its content: live, or nothing could be loaded into it."""
 
 
 class TensorParts(torch.Tensor):
     """Stands for a whole tensor in an engine's ``state_dict``, where a DTensor cannot say what a rank holds.
 
     A rank may hold none of it. Together the ranks hold every element; those that several of them hold lie in parts of
-    the same place and shape, or only one of them writes. It is no tensor to compute with.
+    the same offsets and shape, or only one of them writes. It is no tensor to compute with.
 
     Torch's distributed checkpoints ask objects in a state for what they hold by three methods with double underscores,
     as they ask a DTensor (torch.distributed._checkpointable).
@@ -59,7 +59,7 @@ class TensorParts(torch.Tensor):
         return whole
 
     def map(self, function: Callable[[int, torch.Tensor], torch.Tensor]) -> TensorParts:
-        """Return the same places with other content, got from the number of the part and its content."""
+        """Return the same parts with other content, got from the number of the part and its content."""
         parts = [(offsets, function(index, part)) for index, (offsets, part) in enumerate(self.parts)]
         return TensorParts(self.shape, self.dtype, parts, is_written=self.is_written)
 
@@ -96,7 +96,7 @@ class TensorParts(torch.Tensor):
         return [ChunkStorageMetadata(torch.Size(offsets), part.shape) for offsets, part in self.parts]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """Return the part at a place."""
+        """Return the part at these offsets."""
         for offsets, part in self.parts:
             if index.offset is not None and offsets == tuple(index.offset) and part.numel():
                 return part

@@ -58,19 +58,19 @@ class ScaledLoss:
 
 
 def draw_split(seed: int, num_shares: int, *, one_each: bool = False) -> Split:
-    """Divide all sequences over shares and up to five micro-batches at random, empty ones too.
+    """Divide all sequences over data-parallel ranks and up to five micro-batches at random, empty ones too.
 
     Args:
         seed: of the draw.
         num_shares: data-parallel ranks.
-        one_each: at most one sequence a micro-batch, for engines that cannot run several at once.
+        one_each: at most one sequence per micro-batch, for engines that cannot run several at once.
     """
     random = np.random.default_rng(seed)
     count = NUM_SEQUENCES if one_each else int(random.integers(1, 6))
     split: Split = [[[] for _ in range(count)] for _ in range(num_shares)]
     for index in range(NUM_SEQUENCES):
-        place = index if one_each else int(random.integers(count))
-        split[int(random.integers(num_shares))][place].append(index)
+        at = index if one_each else int(random.integers(count))
+        split[int(random.integers(num_shares))][at].append(index)
     return split
 
 
@@ -229,7 +229,7 @@ def report(bench: Bench) -> None:
 
 
 def _with_loss(sequences: list[Sequence], num_shares: int, num_micro_batches: int) -> list[list[Sequence]]:
-    """List the micro-batches of all shares, as `Driver.share` deals them out, that have loss tokens."""
+    """List the micro-batches of all data-parallel ranks, as `Driver.share` deals them out, that have loss tokens."""
     shares = [sequences[rank::num_shares] for rank in range(num_shares)]
     parts = [share[index::num_micro_batches] for share in shares for index in range(num_micro_batches)]
     return [part for part in parts if any(sequence.num_loss_tokens for sequence in part)]

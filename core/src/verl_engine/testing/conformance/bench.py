@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bench:
-    """One rank's place of work; each phase of a check gets a new one."""
+    """What one rank works with; each phase of a check gets a new one."""
 
     subject: Subject
     rank: int

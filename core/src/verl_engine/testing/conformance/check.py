@@ -40,7 +40,7 @@ def all_ranks(function: Callable[[Any], None]) -> Phase:
 
 @dataclass(frozen=True)
 class Check:
-    """Something that the contract promises, with the functions that find out."""
+    """Something that the contract asks for, with the functions that find out."""
 
     name: str
     """``topic/what``."""
@@ -56,7 +56,7 @@ class Check:
 
     @property
     def proves(self) -> str:
-        """The promise, in a sentence: the first line of its last function's docstring."""
+        """The rule, in a sentence: the first line of its last function's docstring."""
         return (inspect.getdoc(self.phases[-1].function) or "").partition("\n\n")[0].replace("\n", " ")
 
 
@@ -69,7 +69,7 @@ class Outcome:
     reason: str = ""
     """Why it was skipped, or what is wrong."""
     details: str = ""
-    """The traceback of a failure; of ranks that did not answer, where each of them is."""
+    """The traceback of a failure; of ranks that did not respond, where each of them is."""
     seconds: float = 0.0
 
 

@@ -50,7 +50,7 @@ def _require_refusal(config_class: type[EngineConfig], section: dict[str, Any], 
     except ConfigError as error:
         require(path in str(error), f"the message does not name {path}: {error}")
         return
-    raise AssertionError(f"{config_class.__name__} takes this without a word, whose {path} is wrong: {section}")
+    raise AssertionError(f"{config_class.__name__} takes this silently, whose {path} is wrong: {section}")
 
 
 def fields(subject: Subject) -> None:
@@ -108,7 +108,7 @@ def ranks(bench: Bench) -> None:
     every = {(share, part) for share in set(data) for part in range(max(parts) + 1)}
     require(
         pairs.keys() == every and len(set(pairs.values())) == 1,
-        f"sequence_ranks says {parts}, and data_parallel_ranks {data}: the ranks of a share do not each have a part",
+        f"sequence_ranks says {parts}, and data_parallel_ranks {data}: ranks with the same data lack a part",
     )
 
 

@@ -1,4 +1,4 @@
-"""The same seed gives the same weights, and all ranks the same answers."""
+"""The same seed gives the same weights, and all ranks the same results."""
 
 from __future__ import annotations
 

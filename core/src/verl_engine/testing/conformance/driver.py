@@ -66,7 +66,7 @@ class Driver:
         return self._worker.train_batch(micro_batches, loss_fn, temperature, normalizer=normalizer)
 
     def train(self, sequences: list[Sequence], learning_rate: float | None = None) -> StepReport:
-        """Make one optimizer step over a global batch, in two micro-batches a rank."""
+        """Make one optimizer step over a global batch, in two micro-batches per rank."""
         return self._worker.train_batch(self.share(sequences), weighted_loss, learning_rate=learning_rate)
 
     def infer(self, sequences: list[Sequence], temperature: float = 1.0) -> list[torch.Tensor]:
@@ -91,7 +91,7 @@ class Driver:
         return [[sequences[index] for index in group] for group in split[self.engine.data_parallel.rank]]
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return copies of all whole weights, as precise as the engine has them.
+        """Return copies of all full weights, as precise as the engine has them.
 
         One that exports what it computes in, such as bfloat16, has float32 masters in its state.
         """

@@ -53,12 +53,12 @@ def run_fresh(function: Callable[[Any], None], subject: Subject, folder: Path, t
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise FreshProcessError(f"no answer within {timeout_s:g} s", str(error)) from error
-    answers = [line.removeprefix(_MARK) for line in done.stdout.splitlines() if line.startswith(_MARK)]
-    if not answers:
+        raise FreshProcessError(f"no result within {timeout_s:g} s", str(error)) from error
+    results = [line.removeprefix(_MARK) for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    if not results:
         written = f"{done.stdout}{done.stderr}"
-        raise FreshProcessError(f"the process died without an answer (exit code {done.returncode})", written)
-    status, summary, details = json.loads(answers[-1])
+        raise FreshProcessError(f"the process died without a result (exit code {done.returncode})", written)
+    status, summary, details = json.loads(results[-1])
     if status == "skipped":
         raise SkipCheckError(summary)
     if status == "failed":
@@ -68,12 +68,12 @@ def run_fresh(function: Callable[[Any], None], subject: Subject, folder: Path, t
 def main() -> None:
     """Be the new Python."""
     module, name, backend, settings, distribution = json.loads(sys.argv[1])
-    answer = ["passed", "", ""]
+    result = ["passed", "", ""]
     try:
         getattr(importlib.import_module(module), name)(Subject(backend, settings, distribution))
     except SkipCheckError as error:
-        answer = ["skipped", str(error), ""]
+        result = ["skipped", str(error), ""]
     except Exception as error:  # noqa: BLE001 - a backend can raise anything
         kind = "" if isinstance(error, AssertionError) and str(error) else f"{type(error).__name__}: "
-        answer = ["failed", f"{kind}{error}", traceback.format_exc()]
-    sys.stdout.write(f"\n{_MARK}{json.dumps(answer)}\n")
+        result = ["failed", f"{kind}{error}", traceback.format_exc()]
+    sys.stdout.write(f"\n{_MARK}{json.dumps(result)}\n")

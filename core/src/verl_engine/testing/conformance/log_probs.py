@@ -110,10 +110,10 @@ def _bonus_gradient(model: Any, sequences: list[Sequence], temperature: float, b
     num_tokens = sum(sequence.num_loss_tokens for sequence in sequences)
     for sequence in sequences:
         mask = torch.from_numpy(sequence.loss_mask)
-        figures = sequence_log_probs(model, sequence, temperature)
+        numbers = sequence_log_probs(model, sequence, temperature)
         if bonus:
-            figures = figures + bonus * sequence_entropy(model, sequence, temperature)
-        (-(figures[mask] * torch.from_numpy(sequence.fields["weight"])[mask]).sum() / num_tokens).backward()
+            numbers = numbers + bonus * sequence_entropy(model, sequence, temperature)
+        (-(numbers[mask] * torch.from_numpy(sequence.fields["weight"])[mask]).sum() / num_tokens).backward()
     return {name: parameter.grad.float() for name, parameter in model.named_parameters()}
 
 

@@ -110,7 +110,7 @@ def schedules(bench: Bench) -> None:
 
 
 def not_finite(bench: Bench) -> None:
-    """A gradient that is not finite on one share is skipped by all: the next step is as if it had not been."""
+    """A gradient that is not finite on one data-parallel rank is skipped by all; the next step is unaffected."""
     for is_last, value in ((True, float("nan")), (False, float("inf"))):
         skipping, plain = bench.driver(**SETTINGS), bench.driver(**SETTINGS)
         # Ranks that split a model have the same data, and one of them may be alone in computing the loss.
@@ -122,7 +122,7 @@ def not_finite(bench: Bench) -> None:
         before = skipping.weights()
         report = skipping.step(skipping.share(batches[1]), ScaledLoss(value if is_poisoned else 1.0))
         bench.require_everywhere(
-            not report.optimizer.applied, f"a gradient of {value} on share {poisoned} was not skipped by all ranks"
+            not report.optimizer.applied, f"all ranks must skip a gradient of {value} on data-parallel rank {poisoned}"
         )
         bench.require_everywhere(
             not math.isfinite(report.optimizer.grad_norm), f"grad_norm is {report.optimizer.grad_norm} for it"

@@ -44,7 +44,7 @@ def first_micro_batch(bench: Bench) -> None:
 
 
 def middle_micro_batch(bench: Bench) -> None:
-    """An exception after a micro-batch whose gradient is held back leaves nothing behind."""
+    """An exception after a micro-batch whose gradient is unreduced leaves nothing behind."""
     _fail_at(bench, 1)
 
 

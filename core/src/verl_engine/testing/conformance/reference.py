@@ -151,7 +151,7 @@ class ReferenceRun:
     norms: list[float] = field(default_factory=list)
 
     def train(self, batches: list[list[Sequence]], factors: list[float]) -> dict[str, torch.Tensor]:
-        """Make one step a batch, each at its share of the learning rate; return the weights."""
+        """Make one step per batch, each at its fraction of the learning rate; return the weights."""
         model = load_reference(self.folder)
         parameters = list(model.parameters())
         optimizer = torch.optim.AdamW(

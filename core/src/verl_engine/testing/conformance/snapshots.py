@@ -1,4 +1,4 @@
-"""Weights kept aside on the CPU: their own, exact, complete."""
+"""Snapshots of weights on the CPU: their own, exact, complete."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def exact(bench: Bench) -> None:
 
 
 def swapped(bench: Bench) -> None:
-    """Other weights inside ``swapped``; those in force before come back, after an exception too."""
+    """Other weights inside ``swapped``; the former ones come back, after an exception too."""
     driver = bench.driver()
     snapshots = driver.snapshots()
     first = driver.weights()
@@ -104,7 +104,7 @@ def tags(bench: Bench) -> None:
         snapshots.restore("0")
     except WeightsError:
         return
-    raise AssertionError("restoring a tag that was dropped does nothing, without a word")
+    raise AssertionError("restoring a tag that was dropped silently does nothing")
 
 
 def buffers(bench: Bench) -> None:

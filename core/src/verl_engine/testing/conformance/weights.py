@@ -89,7 +89,7 @@ def import_refusals(bench: Bench) -> None:
             driver.engine.load_full_weights(iter(given))
         except WeightsError:
             is_refused = True
-        bench.require_everywhere(is_refused, f"load_full_weights takes {what} without a word")
+        bench.require_everywhere(is_refused, f"load_full_weights takes {what} silently")
     driver.engine.load_full_weights(weights.items())
 
 
@@ -117,7 +117,7 @@ def saved_folder(bench: Bench) -> None:
 
 
 def shards(bench: Bench) -> None:
-    """The ranks' parts, laid at the places they name, are the exported weights, bit for bit; tied or not."""
+    """The ranks' shards, laid at the offsets they name, are the exported weights, bit for bit; tied or not."""
     for kind in ("plain", "tied"):
         driver = bench.driver(kind)
         driver.train(make_sequences(8))
@@ -135,7 +135,7 @@ def shards(bench: Bench) -> None:
             found = dict(assemble_weights(specs, [shard for shards in bench.gather(own) for shard in shards]))
         except WeightsError as error:
             wrong = str(error)
-        bench.require_everywhere(not wrong, f"the ranks' parts do not make whole weights: {wrong}")
+        bench.require_everywhere(not wrong, f"the ranks' parts do not make full weights: {wrong}")
         wrong = differences(found, driver.weights())
         bench.require_everywhere(wrong == "none", f"weights in parts and whole ones ({kind} model): {wrong}")
 
@@ -195,7 +195,7 @@ def shards_refusals(bench: Bench) -> None:
             driver.engine.load_weight_shards(iter(given))
         except WeightsError:
             is_refused = True
-        bench.require_everywhere(is_refused, f"load_weight_shards takes {what} without a word")
+        bench.require_everywhere(is_refused, f"load_weight_shards takes {what} silently")
     driver.engine.load_weight_shards(own)
 
 

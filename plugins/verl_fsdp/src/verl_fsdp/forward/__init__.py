@@ -1,1 +1,1 @@
-"""A micro-batch through the model, to the figures of each token."""
+"""A micro-batch through the model, to the numbers of each token."""

@@ -1,7 +1,7 @@
-"""What the model ends in: from its last hidden states to the figures of each loss token.
+"""What the model ends in: from its last hidden states to the numbers of each loss token.
 
 Shape legend: B rows and L tokens of the model's input, m loss tokens that are predicted, H hidden dim, V vocabulary,
-F figures a token.
+F numbers per token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from verl_engine.contract.errors import ModelError
 from verl_engine.engine.linear_log_probs import linear_log_probs
-from verl_engine.engine.output_from_logits import figures_from_logits
+from verl_engine.engine.output_from_logits import numbers_from_logits
 from verl_fsdp.forward.output_layer import ending_of, forward_of
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ class Head(Protocol):
     """Runs the model, and computes what a `TokenOutput` holds."""
 
     gives: tuple[str, ...]
-    """Fields of `TokenOutput`, one a figure."""
+    """Fields of `TokenOutput`, one per number."""
 
-    def figures(
+    def numbers(
         self, model: torch.nn.Module, run: ModelRun, targets: torch.Tensor, temperature: Temperature
     ) -> torch.Tensor:
         """Call the model, and return [m, F] float32.
@@ -58,7 +58,7 @@ def make_head(model: PreTrainedModel, config: ShardedConfig) -> Head:
 class LanguageHead:
     """Log-probs, and entropy if it is asked for.
 
-    Where the model's output is what a linear layer gives, the layer computes the figures itself, chunk by chunk, and
+    Where the model's output is what a linear layer gives, the layer computes the numbers itself, chunk by chunk, and
     the logits of all tokens never exist. It does so inside the model's forward, where its weight is gathered.
     """
 
@@ -80,7 +80,7 @@ class LanguageHead:
                 config.logit_chunk,
             )
 
-    def figures(
+    def numbers(
         self, model: torch.nn.Module, run: ModelRun, targets: torch.Tensor, temperature: Temperature
     ) -> torch.Tensor:
         """Call the model; see `Head`."""
@@ -90,7 +90,7 @@ class LanguageHead:
             logits_mV = self._per_token(model, run)
         else:
             logits_mV = _checked(model(**run.inputs).logits, run)[run.rows, run.columns]
-        return torch.stack(_without_none(figures_from_logits(logits_mV, targets, temperature, self._entropy)), dim=-1)
+        return torch.stack(_without_none(numbers_from_logits(logits_mV, targets, temperature, self._entropy)), dim=-1)
 
     def _linear(
         self, model: torch.nn.Module, run: ModelRun, targets: torch.Tensor, temperature: Temperature
@@ -109,7 +109,7 @@ class LanguageHead:
                 entropy=self._entropy,
             )
             # Stacked so, it is no view, which fully_shard warns of.
-            given.append(torch.stack([figure[None] for figure in _without_none(found)], dim=-1))
+            given.append(torch.stack([number[None] for number in _without_none(found)], dim=-1))
             return given[0]
 
         with forward_of(self._layer, forward):
@@ -119,8 +119,8 @@ class LanguageHead:
                 f"{type(model).__name__} treats the output of its last layer otherwise than when it was loaded; the "
                 "fsdp backends cannot run it"
             )
-        figures: torch.Tensor = found[0]
-        return figures
+        numbers: torch.Tensor = found[0]
+        return numbers
 
     def _per_token(self, model: torch.nn.Module, run: ModelRun) -> torch.Tensor:
         """Let the layer see the loss tokens' hidden states only; return [m, V] after what the model does then."""
@@ -131,11 +131,11 @@ class LanguageHead:
 
 
 class ValueHead:
-    """One number a token, from a model for token classification with a single label."""
+    """One number per token, from a model for token classification with a single label."""
 
     gives: tuple[str, ...] = ("given_values",)
 
-    def figures(
+    def numbers(
         self, model: torch.nn.Module, run: ModelRun, targets: torch.Tensor, temperature: Temperature
     ) -> torch.Tensor:
         """Call the model; see `Head`. Neither targets nor temperature play a part."""
@@ -163,5 +163,5 @@ def _checked(output_BL: torch.Tensor, run: ModelRun) -> torch.Tensor:
     return output_BL
 
 
-def _without_none(figures: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor]:
-    return [figure for figure in figures if figure is not None]
+def _without_none(numbers: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor]:
+    return [number for number in numbers if number is not None]

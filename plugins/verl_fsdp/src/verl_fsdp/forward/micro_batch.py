@@ -1,6 +1,6 @@
 """One micro-batch through the model, packed or padded.
 
-Shape legend: T tokens of a micro-batch, t those of this rank, m loss tokens that it predicts, F figures a token,
+Shape legend: T tokens of a micro-batch, t those of this rank, m loss tokens that it predicts, F numbers per token,
 N sequences, L the longest of them.
 """
 
@@ -33,11 +33,11 @@ class ModelRun:
     rows: torch.Tensor
     """[m] int64: rows of the model's output."""
     columns: torch.Tensor
-    """[m] int64: places in them, each of the token before the one it predicts."""
+    """[m] int64: indices in them, each of the token before the one it predicts."""
     loss_positions: torch.Tensor
-    """[m] int64: places, among the T, of the tokens that are predicted."""
+    """[m] int64: indices, among the T, of the tokens that are predicted."""
     num_columns: int | None = None
-    """How many places a row of the output must have, where the model itself may have cut them; None where it cannot."""
+    """How long a row of the output must be, where the model itself may have cut them; None where it cannot."""
 
 
 def forward(
@@ -73,10 +73,10 @@ def output_of(
 ) -> TokenOutput:
     """Run the model on what was made of a micro-batch; the arguments are those of `forward`."""
     targets = batch.input_ids[run.loss_positions]
-    figures_mF = head.figures(model, run, targets, rows_of(temperature, run.loss_positions))
-    zeros_TF = figures_mF.new_zeros(batch.num_tokens, figures_mF.shape[1])
-    figures_TF = sum_over_group(zeros_TF.index_put((run.loss_positions,), figures_mF), sequence)
-    return TokenOutput(**dict(zip(head.gives, figures_TF.unbind(-1), strict=True)))
+    numbers_mF = head.numbers(model, run, targets, rows_of(temperature, run.loss_positions))
+    zeros_TF = numbers_mF.new_zeros(batch.num_tokens, numbers_mF.shape[1])
+    numbers_TF = sum_over_group(zeros_TF.index_put((run.loss_positions,), numbers_mF), sequence)
+    return TokenOutput(**dict(zip(head.gives, numbers_TF.unbind(-1), strict=True)))
 
 
 def _packed(batch: PackedBatch, sequence: dist.ProcessGroup | None) -> ModelRun:
@@ -85,7 +85,7 @@ def _packed(batch: PackedBatch, sequence: dist.ProcessGroup | None) -> ModelRun:
     inputs = {
         "input_ids": tokens.input_ids[None],
         "position_ids": tokens.position_ids.unsqueeze(-2),
-        # attention_mask or use_cache would make transformers mix or mask the packed sequences without a word.
+        # attention_mask or use_cache would make transformers mix or mask the packed sequences silently.
         "attention_mask": None,
         "use_cache": False,
         "packed_runs": tokens.runs,

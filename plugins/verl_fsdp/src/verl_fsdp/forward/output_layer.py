@@ -1,6 +1,6 @@
 """Whether a model's output layer may give something else than the logits of all tokens.
 
-The layer is looked at in use: the model's own forward runs once with a stand-in for everything before the layer, and
+The layer is looked at in use: the model's own forward runs once with a fake for everything before the layer, and
 one for the layer. What comes out at the end shows what the model does with its logits; nothing is computed, so it takes
 no time, and a model on the meta device will do.
 """
@@ -40,14 +40,14 @@ def ending_of(model: PreTrainedModel) -> Ending:
     marker = torch.zeros(_MARKER, device=device)
     seen: list[torch.Tensor] = []
 
-    def stand_in(hidden: torch.Tensor) -> torch.Tensor:
+    def fake(hidden: torch.Tensor) -> torch.Tensor:
         seen.append(hidden)
         return marker
 
     hidden = torch.zeros(_ROWS, _TOKENS, _width(model, layer), device=device)
     ids = torch.zeros(_ROWS, _TOKENS, dtype=torch.int64, device=device)
     try:
-        with _replaced(model, trunk, _Trunk(hidden)), forward_of(layer, stand_in), torch.no_grad():
+        with _replaced(model, trunk, _Trunk(hidden)), forward_of(layer, fake), torch.no_grad():
             found = model(input_ids=ids, use_cache=False).logits
     except Exception:  # noqa: BLE001 - it is not made for this, whatever it says
         return "unknown"
@@ -84,7 +84,7 @@ class _Trunk(torch.nn.Module):
 
 
 class _TrunkOutput:
-    """As transformers' outputs: by name or place; what nobody asked for is None."""
+    """As transformers' outputs: by name or index; what nobody asked for is None."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden

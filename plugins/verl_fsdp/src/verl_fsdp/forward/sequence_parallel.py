@@ -8,7 +8,7 @@ Source: Jacobs et al. 2023, "DeepSpeed Ulysses".
 
 Shape legend: T tokens of a micro-batch, filled up so that P, the ranks of the group, divides them; t = T / P those of
 this rank; m loss tokens that this rank predicts, H query heads, h = H / P those of this rank, K key-value heads, k
-those of this rank, D head dim, F numbers a token.
+those of this rank, D head dim, F numbers per token.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class TokenSlice:
     position_ids: torch.Tensor
     """[t] or [axes, t] int64."""
     predictors: torch.Tensor
-    """[m] int64: places among the t of the tokens that predict a loss token, each its next."""
+    """[m] int64: indices among the t of the tokens that predict a loss token, each its next."""
     loss_positions: torch.Tensor
-    """[m] int64: places, among all tokens of the micro-batch, of the tokens that they predict."""
+    """[m] int64: indices, among all tokens of the micro-batch, of the tokens that they predict."""
     runs: tuple[SegmentRun, ...]
     """Where the sequences lie among the T tokens of the whole group, those that fill it up included."""
 

@@ -108,7 +108,7 @@ class Fsdp1Engine(ShardedEngine):
         recover_from_abandoned_pass(self.model)
 
     def drop_gradients(self) -> None:
-        """Forget the gradients, those held back for a later reduction too."""
+        """Forget the gradients, the unreduced ones too."""
         super().drop_gradients()
         forget_gradients(self.model)
 
@@ -121,22 +121,22 @@ class Fsdp1Engine(ShardedEngine):
         return clip_gradients(parameters, norm, self.config.max_grad_norm, scale)
 
     def exported(self) -> dict[str, Exported]:
-        """Say what each exported weight is made of, by stand-ins; adapters are merged in."""
+        """Say what each exported weight is made of, as meta tensors; adapters are merged in."""
         exported = self.weights.exported()
         return low_rank_exports(exported, self.config.lora) if self.config.lora is not None else exported
 
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield whole weights; see the base class, and `FlatWeights.full`."""
+        """Yield full weights; see the base class, and `FlatWeights.full`."""
         exported = self.exported()
         return self.weights.full((name, exported[name]) for name in names)
 
     def full_trained(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield whole weights of what is trained, by the module's own names."""
+        """Yield full weights of what is trained, by the module's own names."""
         trained = (name for name, parameter in self.parameters.items() if parameter.requires_grad)
         return self.weights.full((name, Exported(self._table.parameters[name])) for name in trained)
 
     def load_full_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take whole weights; see the base class."""
+        """Take full weights; see the base class."""
         self.reshard()  # or what is gathered would go on being used
         try:
             self.weights.load_full(self.exported(), weights)
@@ -170,7 +170,7 @@ class Fsdp1Engine(ShardedEngine):
         """Return all that training goes on from, with the keys that fsdp2 has; see the base class.
 
         Takes the memory of one more shard of weights and optimizer state: FSDP1 cuts them elsewhere than DTensors are.
-        Collectives: an all-gather a unit, and for the optimizer one a unit and key.
+        Collectives: an all-gather per unit, and for the optimizer one per unit and key.
         """
         self.reshard()
         mesh = self.meshes.weights

@@ -41,7 +41,7 @@ def reshard(root: FullyShardedDataParallel) -> None:
     """Free whatever is gathered.
 
     FSDP1 keeps the root's weights after a forward, and without ``reshard_after_forward`` all, for a backward; where
-    none follows, it would take them for the weights in force at the next forward, whatever became of these meanwhile.
+    none follows, it would take them for the current weights at the next forward, whatever became of these meanwhile.
     """
     for handle in _handles(root):
         if handle.uses_sharded_strategy and not handle.needs_unshard():
@@ -50,7 +50,7 @@ def reshard(root: FullyShardedDataParallel) -> None:
 
 
 def forget_gradients(root: FullyShardedDataParallel) -> None:
-    """Drop every gradient: reduced ones, and what a backward without reduction held back.
+    """Drop every gradient: reduced ones, and what a backward without reduction kept.
 
     ``zero_grad`` sees the parameters' own only. Each is a view of a flat one, which would stay until the next forward.
     """

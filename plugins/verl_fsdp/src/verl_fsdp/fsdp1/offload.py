@@ -39,7 +39,7 @@ class FlatOffload(Offload):
 
 
 class FlatGradientSlot(GradientSlot):
-    """A unit's gradient: reduced, or held back whole. The parameters' own are views of it."""
+    """A unit's gradient: reduced, or unreduced and whole. The parameters' own are views of it."""
 
     @property
     def _flat(self) -> Any:
@@ -56,7 +56,7 @@ class FlatGradientSlot(GradientSlot):
         flat.grad = None
         if gradient is not None:
             flat.grad = torch.empty_like(flat)
-            flat.grad.data = gradient  # what is held back is larger than the shard, which an assignment refuses
+            flat.grad.data = gradient  # an unreduced one is larger than the shard, which an assignment refuses
         is_whole = gradient is not None and gradient.shape == flat._unpadded_unsharded_size  # noqa: SLF001
         if is_whole or not self.holder.uses_sharded_strategy:
             self.holder._use_unsharded_grad_views()  # noqa: SLF001

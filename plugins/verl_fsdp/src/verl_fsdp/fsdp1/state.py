@@ -29,7 +29,7 @@ Entries = dict[str, dict[str, Any]]
 
 
 def model_state(weights: FlatWeights, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
-    """Return all parameters, and live persistent buffers. Collectives: one all-gather a unit."""
+    """Return all parameters, and live persistent buffers. Collectives: one all-gather per unit."""
     found: dict[str, torch.Tensor] = {}
     for unit in weights.units:
         flat = unit.gather()
@@ -55,7 +55,7 @@ def optimizer_state(weights: FlatWeights, optimizer: torch.optim.Optimizer, mesh
 
     Raises:
         UnsupportedError: the optimizer keeps something else than single numbers and one number for each entry.
-    Collectives: an all-gather of small objects, and one all-gather a unit and key.
+    Collectives: an all-gather of small objects, and one all-gather per unit and key.
     """
     is_fresh = not optimizer.state  # so is that of a rank whose pieces are all empty
     if is_fresh:

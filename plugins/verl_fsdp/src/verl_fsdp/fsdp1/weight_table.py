@@ -11,7 +11,7 @@ _WRAPPER = "_fsdp_wrapped_module."
 
 @dataclass(frozen=True, slots=True)
 class WeightTable:
-    """Stand-ins for whole weights, on the meta device, under the names they had before the model was wrapped.
+    """Meta tensors in place of full weights, under the names they had before the model was wrapped.
 
     Order is the model's; tied parameters come once.
     """
@@ -25,8 +25,8 @@ class WeightTable:
         """Note a model that is not wrapped yet; its weights may be on the meta device already."""
         saved = model.state_dict(keep_vars=True)
         return cls(
-            {name: _stand_in(parameter) for name, parameter in model.named_parameters()},
-            {name: _stand_in(buffer) for name, buffer in model.named_buffers() if name in saved},
+            {name: _fake(parameter) for name, parameter in model.named_parameters()},
+            {name: _fake(buffer) for name, buffer in model.named_buffers() if name in saved},
         )
 
 
@@ -35,5 +35,5 @@ def clean_name(name: str) -> str:
     return name.replace(_WRAPPER, "")
 
 
-def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
+def _fake(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

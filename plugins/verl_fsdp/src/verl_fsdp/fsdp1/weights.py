@@ -1,4 +1,4 @@
-"""Whole weights, and this rank's pieces of them, in and out of FSDP1's flat tensors.
+"""Full weights, and this rank's pieces of them, in and out of FSDP1's flat tensors.
 
 Shape legend: O outputs and I inputs of a layer, R the rank of an adapter.
 """
@@ -45,16 +45,16 @@ class FlatWeights:
         self.buffers = {name: buffers[name] for name in table.persistent_buffers}
         self.places = {member.name: (unit, member) for unit in units for member in unit.members}
         assert self.places.keys() == table.parameters.keys(), "FSDP1 manages other parameters than the model has"
-        self._names = {id(stand_in): name for name, stand_in in (table.parameters | table.persistent_buffers).items()}
+        self._names = {id(fake): name for name, fake in (table.parameters | table.persistent_buffers).items()}
 
     def exported(self) -> dict[str, Exported]:
-        """List what is exported, by the stand-ins of `WeightTable`."""
+        """List what is exported, by the meta tensors of `WeightTable`."""
         return {
             name: Exported(tensor) for name, tensor in (self.table.parameters | self.table.persistent_buffers).items()
         }
 
     def full(self, entries: Iterable[tuple[str, Exported]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Gather whole weights, one unit at a time, adapters merged in; each is valid until the next is taken.
+        """Gather full weights, one unit at a time, adapters merged in; each is valid until the next is taken.
 
         Weights that follow each other in one unit share an all-gather. They are the masters that the optimizer steps,
         whatever the model computes in.
@@ -68,18 +68,18 @@ class FlatWeights:
             yield name, gatherer.merged(entry)
 
     def load_full(self, exported: Mapping[str, Exported], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy whole weights into the shards, in place; each rank takes its own part. No collectives.
+        """Copy full weights into the shards, in place; each rank takes its own shard. No collectives.
 
         Raises:
             UnsupportedError: there are adapters, and a merged weight cannot be taken apart again.
             WeightsError: a name or shape that the model does not have, or a weight that is missing.
         """
-        for stand_in, whole in paired_weights(own_tensors(exported), weights, lambda own: tuple(own.shape)):
-            part = self.part(stand_in)
+        for fake, whole in paired_weights(own_tensors(exported), weights, lambda own: tuple(own.shape)):
+            part = self.part(fake)
             part.tensor.copy_(whole.reshape(part.view_shape)[_slices(part)])
 
     def shards(self, exported: Mapping[str, Exported]) -> Iterator[WeightShard]:
-        """Yield this rank's part of each weight, adapters merged in; parameters are looked at as vectors.
+        """Yield this rank's shard of each weight, adapters merged in; parameters are looked at as vectors.
 
         Collectives: none; for adapters an all-gather of each unit that has some.
         """
@@ -94,35 +94,35 @@ class FlatWeights:
             yield WeightShard(name, part.view_shape, part.offsets, tensor, *shared)
 
     def load_shards(self, exported: Mapping[str, Exported], shards: Iterable[WeightShard]) -> None:
-        """Take parts as `shards` yields them, in place. No collectives.
+        """Take shards as `shards` yields them, in place. No collectives.
 
         Raises:
             UnsupportedError: there are adapters, and a merged weight cannot be taken apart again.
-            WeightsError: a name or place that is not this rank's, or a weight that is missing.
+            WeightsError: a name or offsets that are not this rank's, or a weight that is missing.
         """
-        for stand_in, given in paired_shards(own_tensors(exported), shards, self._place):
-            self.part(stand_in).tensor.copy_(given)
+        for fake, given in paired_shards(own_tensors(exported), shards, self._place):
+            self.part(fake).tensor.copy_(given)
 
-    def _place(self, stand_in: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        part = self.part(stand_in)
+    def _place(self, fake: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        part = self.part(fake)
         return part.view_shape, part.offsets, tuple(part.tensor.shape)
 
-    def part(self, stand_in: torch.Tensor) -> WeightShard:
-        """Return this rank's live part of one weight, and its place."""
-        name = self._names[id(stand_in)]
+    def part(self, fake: torch.Tensor) -> WeightShard:
+        """Return this rank's live shard of one weight, and its offsets."""
+        name = self._names[id(fake)]
         if name in self.buffers:
             buffer = self.buffers[name].detach()
             return WeightShard(name, tuple(buffer.shape), (0,) * buffer.ndim, buffer)
         unit, member = self.places[name]
         return WeightShard(name, (member.numel,), unit.span(member)[:1], unit.piece(member))
 
-    def gathered(self, stand_in: torch.Tensor, unit: FlatUnit, flat: torch.Tensor) -> torch.Tensor:
+    def gathered(self, fake: torch.Tensor, unit: FlatUnit, flat: torch.Tensor) -> torch.Tensor:
         """View one parameter in its unit's gathered tensor."""
-        return unit.whole(self.places[self._names[id(stand_in)]][1], flat)
+        return unit.whole(self.places[self._names[id(fake)]][1], flat)
 
-    def unit_of(self, stand_in: torch.Tensor) -> FlatUnit | None:
+    def unit_of(self, fake: torch.Tensor) -> FlatUnit | None:
         """Return the unit that holds a parameter; None for a buffer."""
-        name = self._names[id(stand_in)]
+        name = self._names[id(fake)]
         return None if name in self.buffers else self.places[name][0]
 
 
@@ -142,15 +142,15 @@ class _Gatherer:
         a_RI, b_OR = self._whole(entry.low_rank.a_RI), self._whole(entry.low_rank.b_OR)
         return merged(base, LowRank(a_RI, b_OR, entry.low_rank.scale))
 
-    def _whole(self, stand_in: torch.Tensor) -> torch.Tensor:
-        unit = self._weights.unit_of(stand_in)
+    def _whole(self, fake: torch.Tensor) -> torch.Tensor:
+        unit = self._weights.unit_of(fake)
         if unit is None:
-            return self._weights.part(stand_in).tensor
+            return self._weights.part(fake).tensor
         if unit is not self._unit:
             self._flat = torch.empty(0)  # frees the former unit before the next one takes as much
             self._unit, self._flat = unit, unit.gather()
         # As it was before wrapping, which makes float32 of a mixed block; the same tensor wherever nothing was mixed.
-        return self._weights.gathered(stand_in, unit, self._flat).to(stand_in.dtype)
+        return self._weights.gathered(fake, unit, self._flat).to(fake.dtype)
 
 
 def _slices(part: WeightShard) -> tuple[slice, ...]:

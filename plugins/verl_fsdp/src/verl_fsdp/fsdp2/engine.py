@@ -70,7 +70,7 @@ class FullyShardedEngine(ShardedEngine):
         recover_from_abandoned_pass(self._root)
 
     def drop_gradients(self) -> None:
-        """Forget the gradients, those held back for a later reduction too."""
+        """Forget the gradients, the unreduced ones too."""
         super().drop_gradients()
         forget_gradients(self._root, self.parameters.values())
 
@@ -90,7 +90,7 @@ class FullyShardedEngine(ShardedEngine):
         super().move(to_cpu=to_cpu, parameters=parameters, gradients=gradients, optimizer=optimizer)
 
     def gradient_slots(self) -> Iterator[GradientSlot]:
-        """Yield the places of gradients, those held back for a later reduction too."""
+        """Yield the places of gradients, the unreduced ones too."""
         yield from super().gradient_slots()
         yield from held_gradient_slots(self._root)
 

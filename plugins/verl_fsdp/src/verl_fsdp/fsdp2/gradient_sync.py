@@ -62,7 +62,7 @@ def _parameters_kept(model: FSDPModule, *, is_last: bool) -> Iterator[None]:
 def forget_gradients(model: FSDPModule, parameters: Iterable[torch.nn.Parameter]) -> None:
     """Drop every gradient, those of an unfinished accumulation too.
 
-    ``zero_grad`` sees sharded gradients only. What a backward without reduction held back lies in the unsharded
+    ``zero_grad`` sees sharded gradients only. What a backward without reduction kept lies in the unsharded
     parameters, and would be added to the next accumulation when this one was abandoned: its gradient would count twice.
     """
     for parameter in parameters:
@@ -75,7 +75,7 @@ def forget_gradients(model: FSDPModule, parameters: Iterable[torch.nn.Parameter]
 
 
 def held_gradient_slots(model: FSDPModule) -> Iterator[GradientSlot]:
-    """Yield where gradients are held back: as they came, or in float32 where parameters are gathered otherwise."""
+    """Yield where unreduced gradients are: as they came, or in float32 where parameters are gathered otherwise."""
     for fsdp_param in _fsdp_params(model):
         yield GradientSlot(fsdp_param, "unsharded_accumulated_grad")
         unsharded = getattr(fsdp_param, "_unsharded_param", None)
@@ -105,4 +105,4 @@ def _fsdp_params(model: FSDPModule) -> Iterator[Any]:
 def _param_groups(model: FSDPModule) -> Iterator[Any]:
     """Yield fully_shard's private record of each set of parameters that is gathered together."""
     for module in fsdp_modules(model):
-        yield from groups_of(module._get_fsdp_state())  # noqa: SLF001 - what holds back gradients has no public access
+        yield from groups_of(module._get_fsdp_state())  # noqa: SLF001 - what keeps unreduced gradients has no public access

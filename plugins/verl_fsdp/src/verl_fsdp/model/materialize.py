@@ -89,7 +89,7 @@ class Materializer:
         for entry in due:
             self._fill(entry)
 
-    def hold_back(self) -> Callable[[], None]:
+    def defer(self) -> Callable[[], None]:
         """Fill everything but parameters; those get their values when the model has been sharded by somebody else.
 
         Meanwhile rank 0 has its own, and the others memory on the CPU that nobody has written to, which takes no room:
@@ -125,7 +125,7 @@ class Materializer:
 
     @torch.no_grad()
     def _fill_shards(self, entry: Entry, whole: torch.Tensor | None) -> None:
-        """Cut this rank's part out of a whole parameter, in every place that holds one."""
+        """Cut this rank's shard out of a full parameter, in every place that holds one."""
         value = self._broadcast(entry, whole)
         shards = {id(shard): shard for shard in map(self._held, entry.places)}
         for shard in shards.values():

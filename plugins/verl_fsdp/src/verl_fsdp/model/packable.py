@@ -23,7 +23,7 @@ _PACKABLE_LAYERS: Final = frozenset({"full_attention", "sliding_attention", "moe
 
 
 def choose_attention(model: PreTrainedModel, config: ShardedConfig) -> None:
-    """Set the attention that the model is to run with; the answer is in its config, see `is_packed`.
+    """Set the attention that the model is to run with; the result is in its config, see `is_packed`.
 
     A packed model mixes tokens by our attention only. A convolution or a recurrent state would run from one sequence
     into the next, and so would an attention that transformers' registry does not lead to. Such models get one sequence

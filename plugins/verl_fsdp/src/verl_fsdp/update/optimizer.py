@@ -90,7 +90,7 @@ def find_class(path: str) -> type[torch.optim.Optimizer]:
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(
-            f"engine.optimizer={path} computes the loss itself, several times a step; use one whose step needs "
+            f"engine.optimizer={path} computes the loss itself, several times per step; use one whose step needs "
             "no closure"
         )
     return kind
@@ -99,7 +99,7 @@ def find_class(path: str) -> type[torch.optim.Optimizer]:
 def require_entrywise(config: ShardedConfig) -> None:
     """Refuse an optimizer in whose step the entries of a parameter meet, such as by a norm, for FSDP1.
 
-    That cuts parameters anywhere, as vectors: the steps would differ with the number of ranks, without a word. So a
+    That cuts parameters anywhere, as vectors: the steps would differ with the number of ranks, silently. So a
     small matrix is stepped as a whole, and in two pieces. What cannot be tried on the CPU is taken.
 
     Raises:

@@ -51,7 +51,7 @@ TENSOR_PATCHES: Final = (
         "moves tied embeddings of the first and last pipeline stage by Tensor.cuda()",
     ),
 )
-"""These functions run while methods of tensors answer as on CUDA; see
+"""These functions run while methods of tensors behave as on CUDA; see
 `verl_megatron_mindspeed.cpu_support.tensors_like_cuda`."""
 
 GET_RANDOM_PATCH: Final = DeclaredPatch(

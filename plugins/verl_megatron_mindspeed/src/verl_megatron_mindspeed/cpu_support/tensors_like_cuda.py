@@ -1,4 +1,4 @@
-"""Tensors that answer as on CUDA, for the time of one call: some functions of Megatron ask them what they are."""
+"""Tensors that behave as on CUDA, for the time of one call: some functions of Megatron ask them what they are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class _TensorsLikeCuda(TorchFunctionMode):
-    """In force for the thread that is in it. Each call of torch takes some microseconds longer meanwhile."""
+    """Active in the thread that entered it. Each call of torch takes some microseconds longer meanwhile."""
 
     def __torch_function__(
         self,

@@ -1,1 +1,1 @@
-"""From a micro-batch to the figures of its tokens, and back to gradients, under Megatron's schedules."""
+"""From a micro-batch to the numbers of its tokens, and back to gradients, under Megatron's schedules."""

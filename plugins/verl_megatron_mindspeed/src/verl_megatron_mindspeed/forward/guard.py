@@ -33,14 +33,14 @@ class Guard:
         self,
         compute: Callable[[torch.Tensor | None], torch.Tensor],
         given: torch.Tensor | None,
-        stand_in: Callable[[], torch.Tensor],
+        fake: Callable[[], torch.Tensor],
     ) -> torch.Tensor:
         """Call ``compute(given)`` such that no exception comes out of it, nor of its backward.
 
         Args:
             compute: one stage's forward.
             given: what the stage before sent, a leaf that wants its gradient; None in the first stage.
-            stand_in: makes what to return where there is nothing, of the right shape and dtype.
+            fake: makes what to return where there is nothing, of the right shape and dtype.
         Returns:
             What `compute` gives; its backward fills ``given.grad``, with zeros if it fails.
         """
@@ -51,7 +51,7 @@ class Guard:
         except Exception as error:  # noqa: BLE001 - it is raised when all stages are through
             self.note(error)
         anchor = torch.zeros((), requires_grad=True) if given is None else given
-        stage = _Stage(self, inner, own, stand_in)
+        stage = _Stage(self, inner, own, fake)
         output: torch.Tensor = _Boundary.apply(anchor, stage)  # type: ignore[no-untyped-call]
         return output
 
@@ -63,12 +63,12 @@ class _Stage:
     guard: Guard
     inner: torch.Tensor | None
     own: torch.Tensor | None
-    stand_in: Callable[[], torch.Tensor]
+    fake: Callable[[], torch.Tensor]
 
     def output(self) -> torch.Tensor:
         """Return the forward's output as a tensor of its own; Megatron frees its memory once it is sent."""
         if self.inner is None:
-            return self.stand_in()
+            return self.fake()
         with torch.no_grad():
             output: torch.Tensor = self.inner.new_empty(0).set_(self.inner)  # type: ignore[call-overload] # torch takes a tensor too
             if output.numel() > 1:  # a loss may be somebody else's too

@@ -31,12 +31,12 @@ class Layout:
     packed: PackedSeqParams
     """Where sequences begin, counted over all ranks that split them."""
     rows: torch.Tensor
-    """[max(m, 1)] int64: places among the t of the tokens that predict a loss token, each the one before it. Where
-    there is none, one that predicts nothing: kernels are spared matrices without rows."""
+    """[max(m, 1)] int64: indices among the t of the tokens that predict a loss token, each the one before it. Where
+    there is none, one that predicts nothing: kernels never get matrices without rows."""
     targets: torch.Tensor
     """[max(m, 1)] int64: the tokens that they predict."""
     loss_positions: torch.Tensor
-    """[m] int64: places of those among the T."""
+    """[m] int64: indices of those among the T."""
     num_tokens: int
     """T."""
 

@@ -8,7 +8,7 @@ With z = logits / temperature, p = softmax(z), H its entropy, and y the target:
 Only the highest z and the sums over the vocabulary need the other ranks, so the backward needs none of them. Both go
 through the rows a block at a time: besides the logits themselves only one block exists in float32, and the backward
 writes the gradient over the logits. Where those are float32 and have a gradient, the forward writes exp z over them
-already, which spares a second pass of exponentials; only a gradient of the entropy needs z itself again.
+already, which saves a second pass of exponentials; only a gradient of the entropy needs z itself again.
 
 Shape legend: M rows, m of them in a block, v entries of the vocabulary on this rank.
 """

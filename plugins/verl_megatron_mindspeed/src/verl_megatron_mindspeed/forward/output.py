@@ -2,7 +2,7 @@
 
 Shape legend: T tokens of the micro-batch, t those of this rank, n those of them that this rank holds outside attention
 (a part of t with sequence parallelism), m rows of loss tokens, H hidden dim, v entries of the vocabulary on this rank,
-F figures a token.
+F numbers per token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from verl_megatron_mindspeed.forward.layout import Layout
     from verl_megatron_mindspeed.parallel import Group, Parallel
 
-_LANGUAGE_FIGURES: Final = ("given_log_probs", "given_entropy")
+_LANGUAGE_NUMBERS: Final = ("given_log_probs", "given_entropy")
 
 
 class LossRows:
@@ -63,7 +63,7 @@ class LossRows:
 
 
 class Head:
-    """Turns the model's output into figures of tokens, as the config asks for them."""
+    """Turns the model's output into per-token numbers, as the config asks for them."""
 
     def __init__(self, config: MegatronConfig, parallel: Parallel, vocab_size: int) -> None:
         """Remember what to compute.
@@ -78,12 +78,12 @@ class Head:
         self._tensor = parallel.tensor
         self._context = parallel.context.group if parallel.context.size > 1 else None
         self._vocab_size = vocab_size
-        self.gives: tuple[str, ...] = _LANGUAGE_FIGURES[: 1 if config.entropy == "off" else 2]
-        """Fields of `TokenOutput`, one a figure."""
+        self.gives: tuple[str, ...] = _LANGUAGE_NUMBERS[: 1 if config.entropy == "off" else 2]
+        """Fields of `TokenOutput`, one per number."""
         if self._is_value:
             self.gives = ("given_values",)
 
-    def figures(self, output: torch.Tensor, layout: Layout, temperature: Temperature) -> torch.Tensor:
+    def numbers(self, output: torch.Tensor, layout: Layout, temperature: Temperature) -> torch.Tensor:
         """Return [T, F] float32, 0 outside the loss; the same on all ranks that split the micro-batch.
 
         Args:
@@ -92,14 +92,14 @@ class Head:
             temperature: divides the logits: a number, or [T].
         Collectives: over tensor-parallel ranks those of `split_log_probs`; over context-parallel ranks an all-reduce.
         """
-        figures_mF = output[0].float() if self._is_value else self._of_logits(output[0], layout, temperature)
-        zeros_TF = figures_mF.new_zeros(layout.num_tokens, figures_mF.shape[1])
-        own_mF = figures_mF[: layout.loss_positions.shape[0]]  # without the row that predicts nothing
+        numbers_mF = output[0].float() if self._is_value else self._of_logits(output[0], layout, temperature)
+        zeros_TF = numbers_mF.new_zeros(layout.num_tokens, numbers_mF.shape[1])
+        own_mF = numbers_mF[: layout.loss_positions.shape[0]]  # without the row that predicts nothing
         return sum_over_group(zeros_TF.index_put((layout.loss_positions,), own_mF), self._context)
 
-    def token_output(self, figures_TF: torch.Tensor) -> TokenOutput:
-        """Name the figures."""
-        return TokenOutput(**dict(zip(self.gives, figures_TF.unbind(-1), strict=True)))
+    def token_output(self, numbers_TF: torch.Tensor) -> TokenOutput:
+        """Name the numbers."""
+        return TokenOutput(**dict(zip(self.gives, numbers_TF.unbind(-1), strict=True)))
 
     def _of_logits(self, logits_mv: torch.Tensor, layout: Layout, temperature: Temperature) -> torch.Tensor:
         first = self._tensor.rank * logits_mv.shape[1]

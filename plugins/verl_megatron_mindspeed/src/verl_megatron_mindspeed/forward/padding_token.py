@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from verl_megatron_mindspeed.parallel import Group
 
 
-def spare_padding_token(embedding: Any, token: int | None, num_tokens: int, tensor_group: Group) -> None:
+def exclude_padding_token(embedding: Any, token: int | None, num_tokens: int, tensor_group: Group) -> None:
     """Stop gradients where the padding token is looked up. A tied output layer trains it on, as in transformers.
 
     Args:

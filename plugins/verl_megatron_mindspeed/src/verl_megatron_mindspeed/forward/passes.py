@@ -1,6 +1,6 @@
 """One call of Megatron's schedule: what a stage computes of each micro-batch.
 
-Shape legend: T tokens of a micro-batch, n those that this rank holds between stages, H hidden dim, F figures a token.
+Shape legend: T tokens of a micro-batch, n those that this rank holds between stages, H hidden dim, F numbers per token.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Pass(ABC):
         Args:
             model: all its chunks.
             parallel: who splits what.
-            head: makes figures of the model's output.
+            head: makes per-token numbers of the model's output.
             rows: picks those of loss tokens; None where this rank has no output layer.
             temperature: gives what divides the logits of a micro-batch.
         """
@@ -79,8 +79,8 @@ class Pass(ABC):
         ]
 
     @abstractmethod
-    def finish(self, figures: torch.Tensor, laid: Laid) -> torch.Tensor:
-        """Take the figures of a micro-batch, [T, F]; return what its backward begins with."""
+    def finish(self, numbers: torch.Tensor, laid: Laid) -> torch.Tensor:
+        """Take the numbers of a micro-batch, [T, F]; return what its backward begins with."""
 
     def step(self, iterator: Iterator[Laid], chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
         """Run a part of the model on the next micro-batch: Megatron's ``forward_step_func``.
@@ -99,7 +99,7 @@ class Pass(ABC):
             part.set_input_tensor([own])
             return self._compute(chunk, laid)
 
-        return self.guard.run(compute, given, partial(self._stand_in, laid.layout, part)), _as_it_is
+        return self.guard.run(compute, given, partial(self._fake, laid.layout, part)), _as_it_is
 
     def _compute(self, chunk: torch.nn.Module, laid: Laid) -> torch.Tensor:
         layout = laid.layout
@@ -117,9 +117,9 @@ class Pass(ABC):
         )
         if not is_last:
             return output
-        return self.finish(self._head.figures(output, layout, self._temperature(laid.batch)), laid)
+        return self.finish(self._head.numbers(output, layout, self._temperature(laid.batch)), laid)
 
-    def _stand_in(self, layout: Layout, part: Any) -> torch.Tensor:
+    def _fake(self, layout: Layout, part: Any) -> torch.Tensor:
         """Return zeros in place of the output of a part of the model."""
         transformer = self._model.transformer
         device = layout.input_ids.device
@@ -130,16 +130,16 @@ class Pass(ABC):
 
 
 class InferencePass(Pass):
-    """Keeps the figures of the first micro-batch."""
+    """Keeps the numbers of the first micro-batch."""
 
-    figures: torch.Tensor | None = None
+    numbers: torch.Tensor | None = None
     """[T, F]; on the last stage only."""
 
-    def finish(self, figures: torch.Tensor, laid: Laid) -> torch.Tensor:
-        """Take the figures; there is no backward."""
+    def finish(self, numbers: torch.Tensor, laid: Laid) -> torch.Tensor:
+        """Take the numbers; there is no backward."""
         if not laid.is_filling:
-            self.figures = figures
-        return figures.new_zeros(())
+            self.numbers = numbers
+        return numbers.new_zeros(())
 
 
 class TrainingPass(Pass):
@@ -153,18 +153,18 @@ class TrainingPass(Pass):
         Args:
             model: all its chunks.
             parallel: who splits what.
-            head: makes figures of the model's output.
+            head: makes per-token numbers of the model's output.
             rows: picks those of loss tokens; None where this rank has no output layer.
             given: computes the loss of each micro-batch but those that are filling.
         """
         super().__init__(model, parallel, head, rows, given.temperature)
         self._given = given
 
-    def finish(self, figures: torch.Tensor, laid: Laid) -> torch.Tensor:
+    def finish(self, numbers: torch.Tensor, laid: Laid) -> torch.Tensor:
         """Return the loss."""
         if laid.is_filling:
-            return figures.sum()  # it has no loss tokens, so it is 0, and so is its gradient
-        return self._given.loss(self._head.token_output(figures), laid.batch)
+            return numbers.sum()  # it has no loss tokens, so it is 0, and so is its gradient
+        return self._given.loss(self._head.token_output(numbers), laid.batch)
 
 
 def _as_it_is(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:

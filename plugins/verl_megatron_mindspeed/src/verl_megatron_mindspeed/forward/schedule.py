@@ -1,6 +1,6 @@
 """Micro-batches through the model, by Megatron's own schedules.
 
-Shape legend: T tokens of a micro-batch, t those of this rank, F figures a token.
+Shape legend: T tokens of a micro-batch, t those of this rank, F numbers per token.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from verl_engine.batch.packed import PackedBatch
 from verl_megatron_mindspeed.forward.gradient_contexts import PipelineContexts
 from verl_megatron_mindspeed.forward.output import Head, LossRows
-from verl_megatron_mindspeed.forward.padding_token import spare_padding_token
+from verl_megatron_mindspeed.forward.padding_token import exclude_padding_token
 from verl_megatron_mindspeed.forward.passes import InferencePass, Pass, TrainingPass
 from verl_megatron_mindspeed.forward.pipeline import agree, from_last_stage
 
@@ -51,7 +51,7 @@ class Schedule:
         first, last = model.parts()[0], model.parts()[-1]
         if first.pre_process:
             token = getattr(model.hf_config, "pad_token_id", None)
-            spare_padding_token(first.embedding.word_embeddings, token, model.vocab_size, parallel.tensor)
+            exclude_padding_token(first.embedding.word_embeddings, token, model.vocab_size, parallel.tensor)
         self._rows = (
             LossRows(last.output_layer, parallel.tensor, sequence_parallel=config.sequence_parallel)
             if last.post_process
@@ -75,10 +75,10 @@ class Schedule:
             self._go(run, [batch], forward_only=True)
             if self._parallel.pipeline.size > 1:
                 agree(self._parallel, run.guard.failure)
-            figures_TF = run.figures
-            if figures_TF is None:
-                figures_TF = torch.empty(batch.num_tokens, len(self._head.gives), device=self._device.torch_device)
-            return self._head.token_output(from_last_stage(figures_TF.contiguous(), self._parallel))
+            numbers_TF = run.numbers
+            if numbers_TF is None:
+                numbers_TF = torch.empty(batch.num_tokens, len(self._head.gives), device=self._device.torch_device)
+            return self._head.token_output(from_last_stage(numbers_TF.contiguous(), self._parallel))
 
     def train(self, training: Training, given: MicroBatchPass) -> None:
         """Accumulate the gradient of the scaled loss; see `Engine.forward_backward`.

@@ -109,7 +109,7 @@ def _of_model(hf_config: PreTrainedConfig) -> dict[str, Any]:
     # Megatron's softmax over the chosen experts only is what transformers has when it norms their probabilities.
     fields = {"moe_router_pre_softmax": not hf_config.norm_topk_prob}
     if getattr(hf_config, "shared_expert_intermediate_size", None):
-        # mbridge says nothing of the gate, and Megatron would leave it out without a word.
+        # mbridge says nothing of the gate, and Megatron would leave it out silently.
         fields |= {"moe_shared_expert_gate": True, "moe_shared_expert_overlap": False}
     return fields
 

@@ -17,7 +17,7 @@ HF_NAMES: Final = {"output_layer.weight": "score.weight", "output_layer.bias": "
 
 
 class ValueHead(torch.nn.Module):
-    """One number a token, computed alike on all tensor-parallel ranks.
+    """One number per token, computed alike on all tensor-parallel ranks.
 
     A fresh one is drawn as transformers draws it where a folder has none.
     """

@@ -63,11 +63,11 @@ def load_state(model: MegatronModel, weights: WeightMap, training: Training | No
             own["buffers"][name].copy_(buffer)
     if training is None:
         return
-    figures = state["optimizer"]["state"]
-    for name, given in figures.items():
+    entries = state["optimizer"]["state"]
+    for name, given in entries.items():
         _take_parts(own["optimizer"]["state"][name], given)
-    if figures:
-        training.num_updates = max(int(given["step"]) for given in figures.values())
+    if entries:
+        training.num_updates = max(int(given["step"]) for given in entries.values())
     training.fill_moments()
     training.num_steps = int(state["schedule"]["last_epoch"])
     if training.loss_scaler is not None and "loss_scaler" in state:
@@ -87,7 +87,7 @@ def _take_parts(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
 
 
 def _param_groups(training: Training, values: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
-    """Describe what torch's AdamW would have: a group for each weight decay, which vectors are spared."""
+    """Describe what torch's AdamW would have: a group for each weight decay; vectors have none."""
     config = training.config
     rate = config.learning_rate * lr_multiplier(config, training.num_steps)
     nothing = torch.nn.Parameter(torch.zeros(1))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """What a slice adds to figures of the gradient."""
+    """What a slice adds to the gradient's norm and counts."""
 
     part: Slice
     is_counted: bool

@@ -133,7 +133,7 @@ def _hook_again(chunk: Any) -> None:
     """Put Megatron's hooks on parameters that lost theirs.
 
     A parameter whose ``data`` was on another device gets a new node in autograd's graph, without the hook that adds its
-    gradient to Megatron's buffer: the gradient would stay zero, without a word.
+    gradient to Megatron's buffer: the gradient would stay zero, silently.
     """
     nodes = []
     trained = [parameter for parameter in chunk.module.parameters() if parameter.requires_grad]

@@ -169,7 +169,7 @@ class Training:
         return None if each is None else each.as_held(each.master)
 
     def held_moment(self, name: str, parameter: torch.Tensor) -> Held:
-        """Return Adam's figures for it: ``exp_avg`` or ``exp_avg_sq``; after `fill_moments`."""
+        """Return Adam's moment for it: ``exp_avg`` or ``exp_avg_sq``; after `fill_moments`."""
         each = self._find(parameter)
         return None if each is None else each.as_held(each.inner.state[each.held][name].view(-1))
 

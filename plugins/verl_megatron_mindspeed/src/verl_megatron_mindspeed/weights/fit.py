@@ -52,7 +52,7 @@ def report(folder: Path, specs: Mapping[str, WeightSpec], missing: AbstractSet[s
         folder: of the model.
         specs: the model's weights, by name.
         missing: those that the folder lacks.
-        needless: one that the folder may have without a word.
+        needless: one that the folder may have without an error.
     """
     if missing:
         _LOG.warning("model folder %s lacks %s: drawn anew, by engine.seed", folder, _some(missing))

@@ -1,7 +1,7 @@
 """How a rank's Megatron parameter is made of rows of Hugging Face weights.
 
 Each parameter is a stack of row blocks, each of them a rectangle of one weight: the rows of a query group in the fused
-query-key-value matrix, one half of a gated matrix, an expert's matrix, or simply the rank's share of one weight.
+query-key-value matrix, one half of a gated matrix, an expert's matrix, or simply the rank's shard of one weight.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Piece:
     """Of the weight."""
     whole_shape: tuple[int, ...]
     offsets: tuple[int, ...]
-    """Where the rows begin in the weight, one number a dim."""
+    """Where the rows begin in the weight, one number per dim."""
     parameter: torch.Tensor
     """As many dims as the weight: one or two."""
     first_row: int
@@ -106,16 +106,16 @@ class Split:
     size: int
 
     def offset(self, dim: int, length: int) -> int:
-        """Return where this rank's share begins, which is ``length`` long."""
+        """Return where this rank's shard begins, which is ``length`` long."""
         return self.rank * length if dim == self.dim else 0
 
     def whole(self, dim: int, length: int) -> int:
-        """Return the length of all shares together."""
+        """Return the length of all shards together."""
         return length * self.size if dim == self.dim else length
 
 
 def plain_pieces(name: str, parameter: torch.Tensor, split: Split, num_rows: int | None = None) -> list[Piece]:
-    """Take a parameter that is a share of one weight.
+    """Take a parameter that is a shard of one weight.
 
     Args:
         name: of the weight.
@@ -133,7 +133,7 @@ def plain_pieces(name: str, parameter: torch.Tensor, split: Split, num_rows: int
 
 
 def gated_pieces(names: Sequence[str], parameter: torch.Tensor, split: Split) -> list[Piece]:
-    """Take the first matrix of a gated feed-forward: the gate's share above that of the other half."""
+    """Take the first matrix of a gated feed-forward: the gate's rows above those of the other half."""
     num_rows = parameter.shape[0] // 2
     pieces = []
     for half, name in enumerate(names):

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class _Holding:
+class _HeldShard:
     """What a rank says of a weight that it holds a part of."""
 
     spec: WeightSpec
@@ -45,7 +45,7 @@ class WeightMap:
     """Where each Hugging Face weight lies in this rank's parameters, and which ranks hold the rest."""
 
     def __init__(self, model: MegatronModel, parallel: Parallel, device: Device) -> None:
-        """Find the place of every parameter, and hear of the other ranks'.
+        """Find where every parameter lies, and ask the other ranks.
 
         Raises:
             ModelError: a parameter that no Hugging Face weight is known for; on every rank.
@@ -56,20 +56,20 @@ class WeightMap:
         self._folder: Path | None = None
         self._files = ModelFiles({})
 
-        def look() -> list[tuple[_Holding, bool]]:
+        def look() -> list[tuple[_HeldShard, bool]]:
             self._blocks = blocks_of(find_places(model, parallel))
-            return [(_holding(name, block), block.is_copy) for name, block in self._blocks.items()]
+            return [(_held_shard(name, block), block.is_copy) for name, block in self._blocks.items()]
 
         specs: dict[str, WeightSpec] = {}
-        self._senders: dict[str, dict[_Holding, int]] = {}
-        self._holders: dict[_Holding, list[int]] = {}
+        self._senders: dict[str, dict[_HeldShard, int]] = {}
+        self._holders: dict[_HeldShard, list[int]] = {}
         for rank, held in enumerate(on_all_ranks(look, "the model's parameters")):
-            for holding, is_copy in held:
-                self._holders.setdefault(holding, []).append(rank)
+            for shard, is_copy in held:
+                self._holders.setdefault(shard, []).append(rank)
                 if not is_copy:
-                    specs[holding.spec.name] = holding.spec
+                    specs[shard.spec.name] = shard.spec
                     # Replicas are equal, and the first rank that has one sends it.
-                    self._senders.setdefault(holding.spec.name, {}).setdefault(holding, rank)
+                    self._senders.setdefault(shard.spec.name, {}).setdefault(shard, rank)
         self._specs = {name: specs[name] for name in sorted(specs, key=_in_natural_order)}
 
     def specs(self) -> list[WeightSpec]:
@@ -77,9 +77,9 @@ class WeightMap:
         return list(self._specs.values())
 
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Put whole weights together one by one; each is valid until the next is taken.
+        """Put full weights together one by one; each is valid until the next is taken.
 
-        No more than one whole weight is alive at a time, if the caller lets go of it before it takes the next.
+        No more than one full weight is alive at a time, if the caller lets go of it before it takes the next.
 
         Raises:
             WeightsError: there is no such weight.
@@ -96,8 +96,8 @@ class WeightMap:
             assert own is not None
             return own.content().to(self._device.torch_device)
         whole = torch.empty(spec.shape, dtype=spec.dtype, device=self._device.torch_device)
-        for holding, sender in self._senders[spec.name].items():
-            place = part_of(whole, holding.offsets, holding.shape)
+        for shard, sender in self._senders[spec.name].items():
+            place = part_of(whole, shard.offsets, shard.shape)
             sent = place if place.is_contiguous() else torch.empty_like(place, memory_format=torch.contiguous_format)
             if sender == dist.get_rank():
                 assert own is not None
@@ -109,20 +109,20 @@ class WeightMap:
         return whole
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        """Yield this rank's part of each weight, empty where it holds none. No collectives."""
+        """Yield this rank's shard of each weight, empty where it holds none. No collectives."""
         for spec in self._specs.values():
             own = self._blocks.get(spec.name)
             view_shape, offsets, shape = self._place(spec)
             content = (
                 torch.empty(shape, dtype=spec.dtype, device=self._device.torch_device) if own is None else own.content()
             )
-            holders = [] if own is None else self._holders[_holding(spec.name, own)]
+            holders = [] if own is None else self._holders[_held_shard(spec.name, own)]
             yield WeightShard(spec.name, view_shape, offsets, content, *shared_by(holders, content.numel()))
 
     def load_full_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], get: Callable[[torch.Tensor], Held] | None = None
     ) -> None:
-        """Copy whole weights into the parameters; each rank cuts out its own part. No collectives.
+        """Copy full weights into the parameters; each rank cuts out its own shard. No collectives.
 
         Args:
             weights: all of them.
@@ -139,10 +139,10 @@ class WeightMap:
                     part.copy_(part_of(whole, offsets, part.shape))
 
     def load_weight_shards(self, shards: Iterable[WeightShard]) -> None:
-        """Copy parts into the parameters, as `weight_shards` of the same rank gives them. No collectives.
+        """Copy shards into the parameters, as `weight_shards` of the same rank gives them. No collectives.
 
         Raises:
-            WeightsError: a name or place that is not this rank's, or a weight that is missing.
+            WeightsError: a name or offsets that are not this rank's, or a weight that is missing.
         """
         for spec, part in paired_shards(self._specs, shards, self._place):
             own = self._blocks.get(spec.name)
@@ -229,8 +229,8 @@ class WeightMap:
         save_pretrained(self.full_weights(list(self._specs)), self._model.hf_config, self._files, folder)
 
 
-def _holding(name: str, block: Block) -> _Holding:
-    return _Holding(WeightSpec(name, block.whole_shape, block.dtype), block.offsets, block.shape)
+def _held_shard(name: str, block: Block) -> _HeldShard:
+    return _HeldShard(WeightSpec(name, block.whole_shape, block.dtype), block.offsets, block.shape)
 
 
 def _in_natural_order(name: str) -> list[tuple[bool, int, str]]:

@@ -68,7 +68,7 @@ class ParallelState:
         return name in self.device_mesh_map and self.get_group_size(name) > 1
 
     def __getattr__(self, attribute: str) -> Any:
-        """Answer ``get_X_group``, ``get_X_group_size`` and ``get_X_rank``."""
+        """Give ``get_X_group``, ``get_X_group_size`` and ``get_X_rank``."""
         for ending, method in (("_group_size", "get_group_size"), ("_group", "get_group"), ("_rank", "get_rank")):
             name = attribute.removeprefix("get_").removesuffix(ending)
             if attribute.startswith("get_") and attribute.endswith(ending) and name in self.__dict__["device_mesh_map"]:

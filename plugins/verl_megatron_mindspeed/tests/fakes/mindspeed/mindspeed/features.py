@@ -9,7 +9,7 @@ import torch
 
 from mindspeed.args_utils import get_full_args
 
-_STAND_INS = (
+_FAKES = (
     "amp_C.multi_tensor_l2norm",
     "amp_C.multi_tensor_scale",
     "apex.multi_tensor_apply.multi_tensor_applier",
@@ -110,12 +110,12 @@ class RingAttention(torch.nn.Module):
     """Attention over sequences that several ranks hold."""
 
 
-def register_stand_ins(manager: Any) -> None:
+def register_fakes(manager: Any) -> None:
     """What must be there before Megatron is imported."""
     manager.register_patch("importlib.metadata.version", version_wrapper)
     manager.register_patch("torch.compile", dummy_compile)
     manager.register_patch("apex.optimizers.FusedAdam", FusedAdam, create_dummy=True)
-    for name in _STAND_INS:
+    for name in _FAKES:
         manager.register_patch(name, torch.nn.Module, create_dummy=True)
 
 

@@ -6,12 +6,12 @@ from typing import Any
 import torch_npu.contrib.transfer_to_npu  # noqa: F401 - for what it does
 
 from mindspeed.args_utils import get_full_args, get_mindspeed_args
-from mindspeed.features import register_patches, register_stand_ins
+from mindspeed.features import register_fakes, register_patches
 from mindspeed.patch_utils import MindSpeedPatchesManager
 
 
 def _patch(args: Any) -> None:
-    register_stand_ins(MindSpeedPatchesManager)
+    register_fakes(MindSpeedPatchesManager)
     MindSpeedPatchesManager.apply_patches()  # before Megatron is imported for the others
     register_patches(MindSpeedPatchesManager, args)
     MindSpeedPatchesManager.apply_patches()

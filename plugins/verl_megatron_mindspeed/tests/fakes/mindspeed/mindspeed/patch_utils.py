@@ -56,7 +56,7 @@ class Patch:
         self.wrappers.clear()
 
     def _replace_in_modules(self, old: Any, new: Any, but: tuple[str, ...] = ()) -> None:
-        for key, module in list(sys.modules.items()):  # asks each: permissive stand-ins would give themselves away
+        for key, module in list(sys.modules.items()):  # asks each: permissive fakes would give themselves away
             if (
                 not key.startswith(but)
                 and hasattr(module, self.orig_func_name)

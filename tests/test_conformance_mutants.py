@@ -122,7 +122,7 @@ CASES: Final = {
     "saves_only_what_is_there": Case("offload/checkpoint", "a step after the resume", "checkpoints/resume"),
     "one_output_claimed": Case("config/ranks", "but ranks_with_outputs says (True, False)", "config/fields"),
     "split_sequences_claimed": Case("config/ranks", "do not each have a part", "config/fields"),
-    "replicas_unsaid": Case("weights/shard_replicas", "replicas and is_replica of parts are wrong", "weights/shards"),
+    "replicas_unsaid": Case("weights/shard_replicas", "replicas and is_replica of shards are wrong", "weights/shards"),
     "vectors_never_decayed": Case("optimizer/decay_vectors", "is off by", "optimizer/adamw"),
     "lax_config": Case("config/wrong_fields", "silently", "config/fields"),
     "heavy_hooks": Case("loading/hooks_module", "imported torch", "loading/listing"),

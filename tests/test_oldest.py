@@ -1,4 +1,4 @@
-"""What the packages promise at least is what `nox -s oldest` installs."""
+"""What the packages require at least is what `nox -s oldest` installs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 TESTED = ("core", "plugins/verl_fsdp", "plugins/verl_fsdp_turbo", "plugins/verl_megatron_mindspeed")
 
 
-def promised(package: str) -> Iterator[Requirement]:
+def required(package: str) -> Iterator[Requirement]:
     project = tomllib.loads((ROOT / package / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project.get("optional-dependencies", {})
     for text in [*project["dependencies"], *extras.get("engine", ()), *extras.get("testing", ())]:
@@ -31,7 +31,7 @@ def promised(package: str) -> Iterator[Requirement]:
 def test_the_oldest_versions_are_the_lower_bounds(package: str) -> None:
     lines = (ROOT / "constraints" / "oldest.txt").read_text(encoding="utf-8").splitlines()
     pins = {canonicalize_name(pin.name): pin for pin in map(Requirement, filter(lambda line: line[0] != "#", lines))}
-    for requirement in promised(package):
+    for requirement in required(package):
         (version,) = (part.version for part in pins[canonicalize_name(requirement.name)].specifier)
         assert requirement.specifier.contains(version), requirement
 
@@ -42,7 +42,7 @@ def test_each_oldest_version_is_the_lower_bound_of_a_package() -> None:
     bounds = {
         f"{canonicalize_name(requirement.name)} {part.version}"
         for package in TESTED
-        for requirement in promised(package)
+        for requirement in required(package)
         for part in requirement.specifier
         if part.operator == ">="
     }

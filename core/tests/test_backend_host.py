@@ -325,7 +325,7 @@ def test_a_module_that_cannot_be_asked_is_refused_with_the_cause() -> None:
 
 
 @pytest.mark.parametrize(
-    ("promises", "message"),
+    ("declared", "message"),
     [
         (None, r"SPEC\.patches=None must be a tuple"),
         (("a:b",), r"SPEC\.patches holds 'a:b'"),
@@ -333,11 +333,11 @@ def test_a_module_that_cannot_be_asked_is_refused_with_the_cause() -> None:
         (ZeroDivisionError("no"), r"SPEC\.patches\(config\) failed: ZeroDivisionError: no"),
     ],
 )
-def test_promises_that_depend_on_the_config_are_checked_too(promises: object, message: str) -> None:
+def test_declared_patches_that_depend_on_the_config_are_checked_too(declared: object, message: str) -> None:
     def patches(_: EngineConfig) -> Any:
-        if isinstance(promises, Exception):
-            raise promises
-        return promises
+        if isinstance(declared, Exception):
+            raise declared
+        return declared
 
     host = BackendHost.from_module(make_module(SPEC=replace(SPEC, patches=patches)))
     with pytest.raises(HookError, match=message):

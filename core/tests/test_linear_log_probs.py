@@ -46,9 +46,9 @@ def naive(
 def gradients(numbers: tuple[torch.Tensor, torch.Tensor | None], leaves: list[Any]) -> list[torch.Tensor]:
     """Gradient of a sum with another factor for each number of each token."""
     total = torch.zeros(())
-    for place, number in enumerate(numbers):
+    for index, number in enumerate(numbers):
         if number is not None and number.requires_grad:
-            total = total + (number * torch.linspace(-1.0, 2.0 + place, len(number))).sum()
+            total = total + (number * torch.linspace(-1.0, 2.0 + index, len(number))).sum()
     needed = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     return list(torch.autograd.grad(total, needed, retain_graph=True))
 
@@ -125,8 +125,8 @@ def test_half_precision_is_about_as_exact_as_plain_logits_in_it(dtype: torch.dty
 @pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (0, 1), (1, 2)])
 def test_what_is_frozen_gets_no_gradient_and_changes_no_other(frozen: tuple[int, ...], entropy: Entropy) -> None:
     leaves = inputs(5, has_bias=True)
-    for place in frozen:
-        leaf = leaves[place]
+    for index in frozen:
+        leaf = leaves[index]
         leaf.requires_grad_(False)
     hidden, weight, bias = leaves
     found = linear_log_probs(hidden, weight, targets(5), 1.0, bias, chunk=2, entropy=entropy)

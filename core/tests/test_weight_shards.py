@@ -72,9 +72,9 @@ def test_a_scalar_is_a_part_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("shards", "message"),
     [
-        ([rows(0, 1), rows(2, 3)], r"the parts of a leave 2 of 6 elements out, the first at \(1, 0\) of \(3, 2\)"),
-        ([], r"the parts of a leave 6 of 6 elements out"),
-        ([WeightShard("a", (3, 3), (0, 0), torch.zeros(3, 3))], r"are parts of something of shape \[\(3, 3\)\]"),
+        ([rows(0, 1), rows(2, 3)], r"the shards of a leave 2 of 6 elements out, the first at \(1, 0\) of \(3, 2\)"),
+        ([], r"the shards of a leave 6 of 6 elements out"),
+        ([WeightShard("a", (3, 3), (0, 0), torch.zeros(3, 3))], r"are shards of a weight of shape \[\(3, 3\)\]"),
         ([WeightShard("a", (3, 2), (2, 0), torch.zeros(2, 2))], r"at \(2, 0\) does not lie in a weight"),
         ([WeightShard("a", (3, 2), (-1, 0), torch.zeros(3, 2))], r"at \(-1, 0\) does not lie in a weight"),
         ([WeightShard("a", (3, 2), (0,), torch.zeros(3, 2))], r"at \(0,\) does not lie in a weight"),
@@ -189,7 +189,7 @@ def test_another_ranks_part_a_missing_one_and_a_doubled_one_are_refused(on_ranks
         assert "is not this rank's, which is at" in misplaced
         assert missing == nothing == "1 weights are missing: w"
         assert "had it already" in doubled
-        assert "only a summand" in partial
+        assert "only a partial sum" in partial
 
 
 def test_a_merged_weight_is_worked_out_by_hand() -> None:

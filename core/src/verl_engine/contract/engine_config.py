@@ -133,7 +133,7 @@ class EngineConfig(StrictModel):
         """Return the data-parallel rank of each rank of the world; ranks that split a model have the same.
 
         Returns:
-            For each rank its data-parallel rank; by default every rank has a share of its own. Overridden by backends
+            For each rank its data-parallel rank; by default every rank has its own. Overridden by backends
             that split the model.
         """
         return tuple(range(world_size))

@@ -43,16 +43,16 @@ class WeightSpec:
 
 @dataclass(frozen=True, slots=True)
 class WeightShard:
-    """This rank's part of one weight, and where it lies in the whole."""
+    """This rank's shard of one weight, and where it lies in the full weight."""
 
     name: str
     """As in `WeightSpec`."""
     view_shape: tuple[int, ...]
-    """The shape that the full weight is looked at in: its own, or ``(elements,)`` where an engine shards flat."""
+    """The shape that the full weight is viewed in: its own, or ``(elements,)`` where an engine shards flat."""
     offsets: tuple[int, ...]
-    """Where the part begins in that view, one number per dim."""
+    """Where the shard begins in that view, one number per dim."""
     tensor: torch.Tensor
-    """The part, detached, maybe empty; with as many dims as the view. Live: copy it to keep it."""
+    """The shard, detached, maybe empty; with as many dims as the view. Live: copy it to keep it."""
     replicas: tuple[int, ...] = ()
     """The ranks of the world that hold this same shard, this one among them, ascending; ``()`` where no other does."""
     is_replica: bool = False
@@ -155,14 +155,14 @@ class Engine(ABC):
     def weight_shards(self) -> Iterator[WeightShard]:
         """Yield this rank's shard of each weight that `weight_specs` lists, in that order.
 
-        Feature ``weight_shards``. Together the ranks' parts cover each weight; replicated ones come from every rank.
+        Feature ``weight_shards``. Together the ranks' shards cover each weight; replicated ones come from every rank.
         `assemble_weights` puts them together. Every rank takes all of its own.
         Collectives: none, but for merging an adapter, whose own small matrices are gathered.
         """
         raise self._unsupported("weight_shards")
 
     def load_weight_shards(self, shards: Iterable[WeightShard]) -> None:  # noqa: ARG002 - for overriding
-        """Take parts as `weight_shards` of the same rank yields them, with other values; all of them, in any order.
+        """Take shards as `weight_shards` of the same rank yields them, with other values; all of them, in any order.
 
         Feature ``weight_shards``. Raises:
             WeightsError: a name or offsets that are not this rank's, or a weight that is missing.

@@ -113,7 +113,7 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, targets, bias, highest_M, log_sum_M, entropy_M, kept_MV = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias = (ctx.needs_input_grad[place] for place in (0, 1, 4))
+        needs_hidden, needs_weight, needs_bias = (ctx.needs_input_grad[index] for index in (0, 1, 4))
         # z is divided by the temperature, so what comes back to the logits is too.
         d_logp_M, d_entropy_M = (gradient / ctx.temperature for gradient in gradients)
         num_tokens = hidden.shape[0]

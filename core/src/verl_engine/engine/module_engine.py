@@ -192,14 +192,14 @@ class ModuleEngine(Engine):
             self.note_weights_changed()  # those before a misfit are in
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        """Yield this rank's parts; see the base class.
+        """Yield this rank's shards; see the base class.
 
         Collectives: none; with adapters, two all-gathers each, of their small matrices.
         """
         return weight_shards(self.exported())
 
     def load_weight_shards(self, shards: Iterable[WeightShard]) -> None:
-        """Take this rank's parts; see the base class, and `load_full_weights`."""
+        """Take this rank's shards; see the base class, and `load_full_weights`."""
         try:
             load_weight_shards(self.exported(), shards)
         finally:

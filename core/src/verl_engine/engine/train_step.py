@@ -127,7 +127,7 @@ class _Counts(NamedTuple):
 def _count(engine: Engine, micro_batches: Sequence[PackedBatch], normalizer: Normalizer) -> _Counts:
     """Count loss tokens and tokens over all ranks, and check that the ranks agree on the number of micro-batches.
 
-    Ranks with different numbers of forwards would wait for each other for ever: a sum of squares tells in the same
+    Ranks with different numbers of forwards would wait for each other forever: a sum of squares tells in the same
     all-reduce whether all are equal (n * sum of squares = square of the sum holds only then).
     """
     own = len(micro_batches)

@@ -83,24 +83,24 @@ class EngineWorker:
 
         Raises:
             ConfigError: the ranks cannot be divided as configured.
-            PluginError: the engine lacks methods that its backend does not say it lacks, or has another share of the
-                data than its config gives this rank.
+            PluginError: the engine lacks methods that its backend does not say it lacks, or has another data-parallel
+                rank than its config says.
         """
         self._config.validate_world(self._world_size)
         engine = self._host.create(self._config, self._model_folder, role)
         require_complete(engine, self._host, self._world_size)
-        self._check_share(engine.data_parallel)
+        self._check_data_parallel(engine.data_parallel)
         self._engine = engine
 
-    def _check_share(self, found: DataParallel) -> None:
+    def _check_data_parallel(self, found: DataParallel) -> None:
         """Launchers divide batches by the config, the engine sums over its group: both must mean the same ranks."""
-        shares = self._config.data_parallel_ranks(self._world_size)
-        own, count = shares[self._rank], len(set(shares))
+        ranks = self._config.data_parallel_ranks(self._world_size)
+        own, count = ranks[self._rank], len(set(ranks))
         if (found.rank, found.size) != (own, count):
             raise PluginError(
                 f"backend {self._config.backend}: the engine of rank {self._rank} has data_parallel rank {found.rank} "
                 f"of {found.size}, but {type(self._config).__name__}.data_parallel_ranks({self._world_size}), "
-                f"{shares}, gives it {own} of {count}; it would train on batches that are not meant for it. This "
+                f"{ranks}, gives it {own} of {count}; it would train on batches that are not meant for it. This "
                 "is a bug of the backend: fix whichever is wrong"
             )
 

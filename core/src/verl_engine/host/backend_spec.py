@@ -41,7 +41,7 @@ def declared_patches(spec: BackendSpec, config: EngineConfig, label: str) -> tup
         declared: object = spec.declared_patches(config)
     except EngineError:
         raise
-    except Exception as cause:  # a stranger's function can raise anything
+    except Exception as cause:  # a plugin's function can raise anything
         raise HookError(f"{label}: SPEC.patches(config) failed: {type(cause).__name__}: {cause}") from cause
     return _check_patches(declared, label)
 

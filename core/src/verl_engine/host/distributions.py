@@ -129,7 +129,7 @@ def _from_other_finders() -> Iterator[Distribution]:
 
         try:
             yield from [each for found in find(DistributionFinder.Context()) for each in _converted(found)]
-        except Exception:  # noqa: BLE001, S112 - a stranger's finder that fails must not hide all other plugins
+        except Exception:  # noqa: BLE001, S112 - a plugin's finder that fails must not hide all other plugins
             continue
 
 

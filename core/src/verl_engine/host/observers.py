@@ -51,7 +51,7 @@ def load_observer(name: str, at: str) -> Observer:
         if isinstance(plugin, type):
             try:
                 plugin = plugin()
-            except Exception as cause:  # a stranger's constructor can raise anything
+            except Exception as cause:  # a plugin's constructor can raise anything
                 raise HookError(f"{label}: {entry.value}() failed: {type(cause).__name__}: {cause}") from cause
     return Observer(name, label, plugin)
 
@@ -93,7 +93,7 @@ def collect_metrics(observers: Sequence[Observer]) -> dict[str, float]:
             continue
         try:
             found |= {f"{observer.name}/{name}": float(value) for name, value in metrics().items()}
-        except Exception as cause:  # a stranger's method can raise anything
+        except Exception as cause:  # a plugin's method can raise anything
             raise HookError(
                 f"{observer.label}: metrics() must return a dict of names to numbers: {type(cause).__name__}: {cause}"
             ) from cause

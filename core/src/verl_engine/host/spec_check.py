@@ -53,7 +53,7 @@ def checked_spec(kind: KindSpec, module: object, name: str | None, label: str, d
         raise HookError(f"{label} {got}; its module must define SPEC = {spec_class.__name__}(…)")
     if name is not None and spec.name != name:
         raise HookError(f"{label}: SPEC.name={spec.name!r} must equal the entry point's name {name!r}")
-    config_class: object = spec.config_class  # a stranger's: whatever its annotation says
+    config_class: object = spec.config_class  # a plugin's: whatever its annotation says
     if not (isinstance(config_class, type) and issubclass(config_class, config_base)):
         raise HookError(f"{label}: SPEC.config_class={config_class!r} must be a subclass of {config_base.__name__}")
     check_config_class(config_class, config_base, kind.chosen_by.rpartition(".")[2], spec.name, label)

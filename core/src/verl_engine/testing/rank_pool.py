@@ -131,7 +131,7 @@ class RankPool:
                 pipe.send_bytes(job)
         results, failures = self._collect(time.monotonic() + timeout_s)
         if failures:
-            self.close(grace_s=0.0)  # some may wait for each other for ever
+            self.close(grace_s=0.0)  # some may wait for each other forever
             first = min(failures, key=lambda failure: (failure.when, failure.rank))
             raise RankError(
                 f"rank {first.rank} of {self.world_size} failed first:\n{first.text}",
@@ -142,7 +142,7 @@ class RankPool:
         if silent:
             summary = f"no result from {_ranks(silent)} of {self.world_size} within {timeout_s:g} s"
             places = self._places(silent)
-            self.close(grace_s=0.0)  # some may wait for each other for ever
+            self.close(grace_s=0.0)  # some may wait for each other forever
             raise RankError(summary, summary, f"{summary}\n{places}")
         return [results[rank] for rank in range(self.world_size)]
 

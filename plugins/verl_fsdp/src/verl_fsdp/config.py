@@ -41,8 +41,8 @@ class ShardedConfig(EngineConfig):
     ``float16`` adds a dynamic loss scale. A forward-only engine stores its weights in it too."""
     packing: bool = True
     """Lay the sequences of a micro-batch end to end with attention kept inside each. A model that cannot be packed (it
-    has a recurrent state, or an attention of its own) gets one sequence a row, padded to the longest, and the log says
-    so. False does that with any model; slower on mixed lengths."""
+    has a recurrent state, or an attention of its own) gets one sequence per row, padded to the longest, and a log line
+    says so. False does that with any model; slower on mixed lengths."""
     logit_chunk: Count = 256
     """Tokens whose logits exist at a time, float32: memory for log-probs is this times the vocabulary, not the whole
     micro-batch times the vocabulary."""

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class ShardedEngine(ModuleEngine):
-    """One rank's shard of the model with its part of the optimizer's state."""
+    """One rank's shard of the model with its shard of the optimizer's state."""
 
     config: ShardedConfig
     is_packed: bool
@@ -78,7 +78,7 @@ class ShardedEngine(ModuleEngine):
         """Shard the model over ``self.meshes.weights``, and return what is to be called in its place."""
 
     def shards(self) -> dict[str, torch.nn.Parameter]:
-        """Return this rank's part of each parameter, by the name that it had before it was sharded."""
+        """Return this rank's shard of each parameter, by the name that it had before it was sharded."""
         return dict(self.model.named_parameters())
 
     def place(self, module: torch.nn.Module) -> torch.nn.Module:
@@ -123,7 +123,7 @@ class ShardedEngine(ModuleEngine):
         super().load_full_weights(weights)
 
     def load_weight_shards(self, shards: Iterable[WeightShard]) -> None:
-        """Take this rank's parts; see the base class."""
+        """Take this rank's shards; see the base class."""
         self.reshard()
         super().load_weight_shards(shards)
 

@@ -56,5 +56,5 @@ def divide_data(config: ShardedConfig, device_kind: str, weights: DeviceMesh) ->
         return Meshes(weights, DataParallel(dist.get_rank(), world_size, dist.group.WORLD), None)
     shape = (world_size // config.sequence_parallel_size, config.sequence_parallel_size)
     data = init_device_mesh(device_kind, shape, mesh_dim_names=("data", "sequence"))
-    place = DataParallel(data.get_local_rank("data"), shape[0], data.get_group("data"))
-    return Meshes(weights, place, data.get_group("sequence"))
+    own = DataParallel(data.get_local_rank("data"), shape[0], data.get_group("data"))
+    return Meshes(weights, own, data.get_group("sequence"))

@@ -90,7 +90,7 @@ class TurboEngine(FullyShardedEngine):
         return model
 
     def shard(self, model: PreTrainedModel, config: ShardedConfig, device: Device) -> torch.nn.Module:
-        """Let the library shard the model, and then give each rank its part of the weights; see the base class.
+        """Let the library shard the model, and then give each rank its shard of the weights; see the base class.
 
         Collectives: those of the library and of `Materializer`.
         """

@@ -92,7 +92,7 @@ def _require_quiet(chunked: Iterable[str], apart: Iterable[str], experts: Iterab
             raise ConfigError(
                 f"engine.memory.chunk_batch.apply_modules: {name} would run once for each part of the rows, and "
                 f"{talking[0]} in it talks to other ranks each time: ranks with fewer rows would keep the others "
-                "waiting for ever; name modules without such ones inside"
+                "waiting forever; name modules without such ones inside"
             )
 
 

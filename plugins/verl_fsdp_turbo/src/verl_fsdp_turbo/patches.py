@@ -43,7 +43,7 @@ def without_done(values: dict[str, Any]) -> dict[str, Any]:
         if kind != what:
             raise UnsupportedError(
                 f"an engine of this process had {target} replaced for {kind}, and this one wants {what}; a function "
-                "can be replaced once a process. Give each engine a process of its own"
+                "can be replaced once per process. Give each engine a process of its own"
             )
         if current is not stands:
             raise UnsupportedError(

@@ -90,8 +90,8 @@ def block_mask(runs: tuple[SegmentRun, ...], device: torch.device, dtype: torch.
     """
     lengths = [run.length for run in runs for _ in range(run.num_sequences)]
     sequences = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
-    places = torch.arange(len(sequences), device=device)
-    sees = (sequences[:, None] == sequences[None, :]) & (places[:, None] >= places[None, :])
+    positions = torch.arange(len(sequences), device=device)
+    sees = (sequences[:, None] == sequences[None, :]) & (positions[:, None] >= positions[None, :])
     mask = torch.zeros(sees.shape, dtype=dtype, device=device)
     return mask.masked_fill_(~sees, torch.finfo(dtype).min)[None, None]
 

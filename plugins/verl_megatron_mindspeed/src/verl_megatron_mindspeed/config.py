@@ -134,8 +134,8 @@ class MegatronConfig(EngineConfig):
     def data_parallel_ranks(self, world_size: int) -> tuple[int, ...]:
         """Give ranks that split a model the same data; Megatron's order is TP fastest, then CP, DP, PP."""
         model_ranks = self.tensor_parallel_size * self.context_parallel_size
-        shares = max(1, world_size // (model_ranks * self.pipeline_parallel_size))
-        return tuple(rank // model_ranks % shares for rank in range(world_size))
+        num_ranks = max(1, world_size // (model_ranks * self.pipeline_parallel_size))
+        return tuple(rank // model_ranks % num_ranks for rank in range(world_size))
 
     def sequence_ranks(self, world_size: int) -> tuple[int, ...]:
         """Split sequences over context-parallel ranks; see `data_parallel_ranks` for their order."""

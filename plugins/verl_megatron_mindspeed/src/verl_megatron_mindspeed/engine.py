@@ -118,12 +118,12 @@ class MegatronEngine(Engine):
         return self.weights.specs()
 
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield full weights; see the base class. Collectives: a broadcast from each rank that has a part."""
+        """Yield full weights; see the base class. Collectives: a broadcast from each rank that has a shard."""
         self._settle()
         return self.weights.full_weights(names)
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        """Yield this rank's parts; those that other ranks hold come empty. See the base class."""
+        """Yield this rank's shards; those that other ranks hold come empty. See the base class."""
         self._settle()
         return self.weights.weight_shards()
 

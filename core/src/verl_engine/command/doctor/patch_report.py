@@ -92,7 +92,7 @@ def _prepare(backend: str, section: dict[str, Any]) -> PatchReport:
         for patch in host.spec.declared_patches(config):
             if patch.target.partition(":")[0] in waiting:
                 declared[patch.target] = patch.reason
-    except Exception as failure:  # noqa: BLE001 - a stranger's hook can raise anything, and the report must say so
+    except Exception as failure:  # noqa: BLE001 - a plugin's hook can raise anything, and the report must say so
         by = "" if isinstance(failure, EngineError) else " (raised by engine_prepare_process)"
         error = f"{type(failure).__name__}: {failure}{by}"
     return PatchReport(backend, records(), tuple(waiting), declared, error)

@@ -188,7 +188,7 @@ class CheckpointStore:
         try:
             reader.read(state)
             reader.read(rng)
-        except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
+        except Exception as error:  # noqa: BLE001 - every rank must know of it, whatever it is
             failure = error
         engine.note_weights_changed()
         self._ranks.agree(failure, f"{doing} failed on the way, the engine holds a part of it")
@@ -243,7 +243,7 @@ class CheckpointStore:
             try:
                 self._claim = folders.claim(self.root)
                 folders.make_partial(self.root, step)
-            except Exception as error:  # noqa: BLE001 - the others must hear of it, whatever it is
+            except Exception as error:  # noqa: BLE001 - the others must know of it, whatever it is
                 failure = error
         try:
             self._ranks.agree(failure, doing)
@@ -268,7 +268,7 @@ class CheckpointStore:
                 try:
                     self._publish(job, writer)
                     self._delete_old(job)  # before the others go on: all see the same list
-                except Exception as error:  # noqa: BLE001 - the others must hear of it, whatever it is
+                except Exception as error:  # noqa: BLE001 - the others must know of it, whatever it is
                     failure = error
             self._ranks.agree(failure, f"{doing}, publishing it")
         except Exception as error:  # noqa: BLE001 - whatever it is, it must be told
@@ -347,7 +347,7 @@ class CheckpointStore:
         results: list[Result] = []
         try:
             results.append(do())
-        except Exception as error:  # noqa: BLE001 - a damaged one raises all kinds, and every rank must hear of it
+        except Exception as error:  # noqa: BLE001 - a damaged one raises all kinds, and every rank must know of it
             failure = error
         self._ranks.agree(failure, doing)
         return results[0]

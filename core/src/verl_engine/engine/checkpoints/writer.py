@@ -127,7 +127,7 @@ class CheckpointWriter:
         try:
             results = self._writer.write_data(self._planner.finish_plan(plan), self._planner).wait()
             files = describe_files(self._folder, sorted({result.storage_data.relative_path for result in results}))
-        except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
+        except Exception as error:  # noqa: BLE001 - every rank must know of it, whatever it is
             failure = error
         self._ranks.agree(failure, f"{self._doing}, writing the ranks' parts")
         told = self._ranks.gather((results, files), f"{self._doing}, collecting what was written")

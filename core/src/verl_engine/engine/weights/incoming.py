@@ -59,7 +59,7 @@ def paired_shards(
         view_shape, offsets, shape = place_of(entry)
         if given != (view_shape, offsets, shape):
             raise WeightsError(
-                f"the part of {shard.name} {what} is not this rank's, which is at {offsets}, of shape {shape}, in "
+                f"the shard of {shard.name} {what} is not this rank's, which is at {offsets}, of shape {shape}, in "
                 f"{view_shape}"
             )
         yield entry, shard.tensor.detach()
@@ -67,7 +67,7 @@ def paired_shards(
 
 
 def _take(missing: dict[str, Own], name: str, what: str) -> Own:
-    """Tick off a weight that came."""
+    """Mark a weight as received."""
     if name not in missing:
         raise WeightsError(f"weight {name} {what} does not fit: the model has no such weight, or had it already")
     return missing.pop(name)

@@ -1,4 +1,4 @@
-"""Weights in and out of a torch module, whose tensors are plain or sharded (DTensor): whole, or each rank's part.
+"""Weights in and out of a torch module, whose tensors are plain or sharded (DTensor): full, or each rank's shard.
 
 Shape legend: O outputs and I inputs of a layer, R the rank of an adapter.
 """
@@ -61,7 +61,7 @@ def weight_specs(exported: Mapping[str, Exported]) -> list[WeightSpec]:
 def full_weights(exported: Mapping[str, Exported], names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Gather weights one by one, adapters merged in; each is valid until the next is taken.
 
-    No more than one full weight is alive at a time, if the caller lets go of it before it takes the next.
+    No more than one full weight is alive at a time, if the caller drops it before it takes the next.
     Collectives: an all-gather for each sharded one, and two more for an adapter's.
     """
     for name in names:
@@ -134,7 +134,7 @@ def load_full_weights(exported: Mapping[str, Exported], weights: Iterable[tuple[
 
 
 def load_weight_shards(exported: Mapping[str, Exported], shards: Iterable[WeightShard]) -> None:
-    """Copy parts in, in place, as `weight_shards` of the same rank gives them. No collectives.
+    """Copy shards in, in place, as `weight_shards` of the same rank gives them. No collectives.
 
     Raises:
         UnsupportedError: there are adapters, and a merged weight cannot be taken apart again.
@@ -181,7 +181,7 @@ def write_folder(folder: Path, write: Callable[[Path], object]) -> None:
     if is_first_rank():
         try:
             _replace(folder, write)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the others must hear of it; it is raised below
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others must know of it; it is raised below
             failure = error
     if dist.is_initialized():
         told = [None if failure is None else f"{type(failure).__name__}: {failure}"]

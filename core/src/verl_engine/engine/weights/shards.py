@@ -19,28 +19,28 @@ if TYPE_CHECKING:
 
 
 def place_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Say which part of a whole this rank holds.
+    """Say which shard of a weight this rank holds.
 
     Args:
-        tensor: plain (then it is the whole), or a DTensor that is sharded or replicated in any way.
+        tensor: plain (then it is the full weight), or a DTensor that is sharded or replicated in any way.
     Returns:
-        Where the part begins, and its shape; one number per dim.
+        Where the shard begins, and its shape; one number per dim.
     Raises:
         UnsupportedError: what the ranks hold is to be summed, not laid side by side.
     """
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim, tuple(tensor.shape)
     if any(isinstance(placement, Partial) for placement in tensor.placements):
-        raise UnsupportedError(f"a weight with placements {tensor.placements} has no part on this rank, only a summand")
+        raise UnsupportedError(f"a weight with placements {tensor.placements} has no shard here, only a partial sum")
     shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offsets), tuple(shape)
 
 
 def replicas_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], bool]:
-    """Say which ranks of the world hold the same part of a whole as this one.
+    """Say which ranks of the world hold the same shard of a weight as this one.
 
     Args:
-        tensor: plain (then every rank has the whole), or a DTensor over a mesh of all ranks.
+        tensor: plain (then every rank has all of it), or a DTensor over a mesh of all ranks.
     Returns:
         ``replicas`` and ``is_replica`` of a `WeightShard`. No collectives.
     """
@@ -50,14 +50,14 @@ def replicas_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], bool]:
         return shared_by(range(dist.get_world_size()), tensor.numel())
     mesh = tensor.device_mesh
     own = mesh.get_coordinate()
-    assert own is not None, "a rank has parts only of meshes that it is in"
+    assert own is not None, "a rank has shards only of meshes that it is in"
     places = zip(tensor.placements, own, strict=True)
     index = tuple(slice(None) if placement.is_replicate() else coordinate for placement, coordinate in places)
     return shared_by(mesh.mesh[index].flatten().tolist(), tensor.to_local().numel())
 
 
 def shared_by(ranks: Iterable[int], num_elements: int) -> tuple[tuple[int, ...], bool]:
-    """Return ``replicas`` and ``is_replica`` of a part that some ranks hold; an empty part has none."""
+    """Return ``replicas`` and ``is_replica`` of a shard that some ranks hold; an empty one has none."""
     holders = tuple(sorted(ranks))
     if len(holders) < 2 or not num_elements:  # noqa: PLR2004 - this rank alone
         return (), False
@@ -72,7 +72,7 @@ def part_of(whole: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -
 
 
 def assemble_weights(specs: Iterable[WeightSpec], shards: Iterable[WeightShard]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Put full weights together, for whoever received the shards of all ranks.
+    """Put full weights together, from the shards of all ranks.
 
     Args:
         specs: the weights wanted, of the engine's `weight_specs`.
@@ -80,7 +80,7 @@ def assemble_weights(specs: Iterable[WeightSpec], shards: Iterable[WeightShard])
     Yields:
         Each weight under its name, in the order of the specs, on the CPU.
     Raises:
-        WeightsError: parts do not cover a weight, or do not fit it.
+        WeightsError: shards do not cover a weight, or do not fit it.
     """
     parts: dict[str, list[WeightShard]] = {}
     for shard in shards:
@@ -88,14 +88,14 @@ def assemble_weights(specs: Iterable[WeightSpec], shards: Iterable[WeightShard])
     for spec in specs:
         yield spec.name, _whole(spec, parts.pop(spec.name, []))
     if parts:
-        raise WeightsError(f"parts came of weights that nobody asked for: {', '.join(sorted(parts)[:5])}")
+        raise WeightsError(f"shards came of weights that nobody asked for: {', '.join(sorted(parts)[:5])}")
 
 
 def _whole(spec: WeightSpec, parts: list[WeightShard]) -> torch.Tensor:
     view_shape = parts[0].view_shape if parts else spec.shape
     if prod(view_shape) != prod(spec.shape) or any(part.view_shape != view_shape for part in parts):
         views = sorted({part.view_shape for part in parts})
-        raise WeightsError(f"parts of {spec.name}, of shape {spec.shape}, are parts of something of shape {views}")
+        raise WeightsError(f"shards of {spec.name}, of shape {spec.shape}, are shards of a weight of shape {views}")
     whole = torch.empty(view_shape, dtype=spec.dtype)
     is_there = torch.zeros(view_shape, dtype=torch.bool)
     for part in parts:
@@ -104,15 +104,15 @@ def _whole(spec: WeightSpec, parts: list[WeightShard]) -> torch.Tensor:
         is_inside = all(start >= 0 and start + size <= end for start, size, end in places)
         if not has_dims or (part.tensor.numel() and not is_inside):
             raise WeightsError(
-                f"a part of {spec.name} of shape {tuple(part.tensor.shape)} at {part.offsets} does not lie in a weight "
-                f"of shape {view_shape}"
+                f"a shard of {spec.name} of shape {tuple(part.tensor.shape)} at {part.offsets} does not lie in a "
+                f"weight of shape {view_shape}"
             )
         part_of(whole, part.offsets, part.tensor.shape).copy_(part.tensor)
         part_of(is_there, part.offsets, part.tensor.shape).fill_(True)
     if not is_there.all():
         gap = (~is_there).nonzero()
         raise WeightsError(
-            f"the parts of {spec.name} leave {len(gap)} of {prod(spec.shape)} elements out, the first at "
-            f"{tuple(gap[0].tolist())} of {view_shape}; take the parts of every rank"
+            f"the shards of {spec.name} leave {len(gap)} of {prod(spec.shape)} elements out, the first at "
+            f"{tuple(gap[0].tolist())} of {view_shape}; take the shards of every rank"
         )
     return whole.view(spec.shape)

@@ -229,9 +229,9 @@ def report(bench: Bench) -> None:
 
 
 def _with_loss(sequences: list[Sequence], num_shares: int, num_micro_batches: int) -> list[list[Sequence]]:
-    """List the micro-batches of all data-parallel ranks, as `Driver.share` deals them out, that have loss tokens."""
-    shares = [sequences[rank::num_shares] for rank in range(num_shares)]
-    parts = [share[index::num_micro_batches] for share in shares for index in range(num_micro_batches)]
+    """List the micro-batches of all data-parallel ranks, as `Driver.share` divides them, that have loss tokens."""
+    dealt = [sequences[rank::num_shares] for rank in range(num_shares)]
+    parts = [own[index::num_micro_batches] for own in dealt for index in range(num_micro_batches)]
     return [part for part in parts if any(sequence.num_loss_tokens for sequence in part)]
 
 

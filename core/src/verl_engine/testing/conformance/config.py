@@ -105,7 +105,7 @@ def ranks(bench: Bench) -> None:
     require(found == claimed, f"the loss was called on ranks {found}, but ranks_with_outputs says {claimed}")
     data, parts = driver.config.data_parallel_ranks(bench.world_size), driver.config.sequence_ranks(bench.world_size)
     pairs = Counter(zip(data, parts, strict=True))
-    every = {(share, part) for share in set(data) for part in range(max(parts) + 1)}
+    every = {(rank, part) for rank in set(data) for part in range(max(parts) + 1)}
     require(
         pairs.keys() == every and len(set(pairs.values())) == 1,
         f"sequence_ranks says {parts}, and data_parallel_ranks {data}: ranks with the same data lack a part",

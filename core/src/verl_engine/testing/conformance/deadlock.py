@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 def uneven_micro_batches(bench: Bench) -> None:
     """Different numbers of micro-batches are refused on every rank, and the engine can go on."""
     driver = bench.driver()
-    share = driver.engine.data_parallel.rank
+    rank = driver.engine.data_parallel.rank
     if driver.num_shares > 1:
-        is_refused = _is_refused(driver, [make_sequences(1) for _ in range(share + 1)])
+        is_refused = _is_refused(driver, [make_sequences(1) for _ in range(rank + 1)])
         bench.require_everywhere(is_refused, "uneven numbers of micro-batches were not refused")
     is_refused = _is_refused(driver, [[]])
     bench.require_everywhere(is_refused, "a global batch without loss tokens was not refused")

@@ -82,7 +82,7 @@ class Driver:
             return self.engine.forward(batch, temperature)
 
     def share(self, sequences: list[Sequence], num_micro_batches: int = 2) -> list[list[Sequence]]:
-        """Return this rank's micro-batches of a global batch, dealt out in turn."""
+        """Return this rank's micro-batches of a global batch, divided in turn."""
         own = sequences[self.engine.data_parallel.rank :: self.num_shares]
         return [own[index::num_micro_batches] for index in range(num_micro_batches)]
 

@@ -77,7 +77,7 @@ class GradientProbe:
         return found
 
     def gradient_of(self, sequences: list[Sequence], num_micro_batches: int = 2) -> dict[str, torch.Tensor]:
-        """Return the gradient of a global batch, dealt out over ranks and micro-batches."""
+        """Return the gradient of a global batch, divided over ranks and micro-batches."""
         return self.gradient(self.driver.share(sequences, num_micro_batches))
 
     def _put_back(self) -> None:

@@ -64,10 +64,10 @@ def backward(bench: Bench) -> None:
     with counter.watching():
         probe.gradient(micro_batches)
     assert counter.count, "autograd saved nothing for the backward"
-    for share in (0.25, 0.5, 0.9):
+    for fraction in (0.25, 0.5, 0.9):
         has_raised = False
         try:
-            with _FailingBackward(fail_at=int(counter.count * share)).watching():
+            with _FailingBackward(fail_at=int(counter.count * fraction)).watching():
                 probe.driver.step(micro_batches)
         except BackwardFailedError:
             has_raised = True

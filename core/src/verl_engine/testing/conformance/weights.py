@@ -1,4 +1,4 @@
-"""Weights out of the engine and into it, whole or in parts, under Hugging Face names."""
+"""Weights out of the engine and into it, full or in shards, under Hugging Face names."""
 
 from __future__ import annotations
 
@@ -135,30 +135,30 @@ def shards(bench: Bench) -> None:
             found = dict(assemble_weights(specs, [shard for shards in bench.gather(own) for shard in shards]))
         except WeightsError as error:
             wrong = str(error)
-        bench.require_everywhere(not wrong, f"the ranks' parts do not make full weights: {wrong}")
+        bench.require_everywhere(not wrong, f"the ranks' shards do not make full weights: {wrong}")
         wrong = differences(found, driver.weights())
-        bench.require_everywhere(wrong == "none", f"weights in parts and whole ones ({kind} model): {wrong}")
+        bench.require_everywhere(wrong == "none", f"sharded and full weights ({kind} model): {wrong}")
 
 
 def shard_replicas(bench: Bench) -> None:
-    """Each part says which ranks hold the same one, and whether a lower rank does."""
+    """Each shard says which ranks hold the same one, and whether a lower rank does."""
     own = [shard for shard in bench.driver().engine.weight_shards() if shard.tensor.numel()]
-    places = [(shard.name, shard.offsets, tuple(shard.tensor.shape)) for shard in own]
+    keys = [(shard.name, shard.offsets, tuple(shard.tensor.shape)) for shard in own]
     holders: dict[tuple[object, ...], list[int]] = {}
-    for rank, held in enumerate(bench.gather(places)):
-        for place in held:
-            holders.setdefault(place, []).append(rank)
+    for rank, held in enumerate(bench.gather(keys)):
+        for key in held:
+            holders.setdefault(key, []).append(rank)
     wrong = []
-    for shard, place in zip(own, places, strict=True):
-        ranks = holders[place]
+    for shard, key in zip(own, keys, strict=True):
+        ranks = holders[key]
         right = (tuple(ranks), ranks[0] != bench.rank) if len(ranks) > 1 else ((), False)
         if (shard.replicas, shard.is_replica) != right:
             wrong.append(f"{shard.name}: {shard.replicas}, {shard.is_replica}, not {right[0]}, {right[1]}")
-    bench.require_everywhere(not wrong, f"replicas and is_replica of parts are wrong: {'; '.join(wrong[:2])}")
+    bench.require_everywhere(not wrong, f"replicas and is_replica of shards are wrong: {'; '.join(wrong[:2])}")
 
 
 def shards_import(bench: Bench) -> None:
-    """Another engine's parts go in, in any order, and are used; training goes on from them."""
+    """Another engine's shards go in, in any order, and are used; training goes on from them."""
     for kind, other in (("plain", "other"), ("tied", "tied")):
         driver, source = bench.driver(kind), bench.driver(other)
         for each in (driver, source):
@@ -166,28 +166,28 @@ def shards_import(bench: Bench) -> None:
         source.train(make_sequences(8, seed=1))
         driver.engine.load_weight_shards(reversed(copies(source.engine.weight_shards())))
         found = differences(driver.weights(), source.weights())
-        bench.require_everywhere(found == "none", f"imported in parts and exported ({kind} model): {found}")
+        bench.require_everywhere(found == "none", f"imported in shards and exported ({kind} model): {found}")
         sequences = make_sequences(3)
         pairs = zip(driver.infer(sequences), source.infer(sequences), strict=True)
         bench.require_everywhere(
-            all(torch.equal(mine, theirs) for mine, theirs in pairs), f"imported parts are not used ({kind} model)"
+            all(torch.equal(mine, theirs) for mine, theirs in pairs), f"imported shards are not used ({kind} model)"
         )
         before = driver.weights()
         driver.train(make_sequences(8, seed=2))
-        bench.require_everywhere(not same(driver.weights(), before), f"imported parts are not trained ({kind} model)")
+        bench.require_everywhere(not same(driver.weights(), before), f"imported shards are not trained ({kind} model)")
 
 
 def shards_refusals(bench: Bench) -> None:
-    """Parts that are not this rank's are refused with a WeightsError: unknown, misplaced, missing, doubled."""
+    """Shards that are not this rank's are refused with a WeightsError: unknown, misplaced, missing, doubled."""
     driver = bench.driver()
     own = copies(driver.engine.weight_shards())
     odd = next(index for index, shard in enumerate(own) if shard.tensor.numel() and shard.offsets)
     moved = dataclasses.replace(own[odd], offsets=tuple(offset + 1 for offset in own[odd].offsets))
     wrong: dict[str, list[WeightShard]] = {
         "an unknown name": [dataclasses.replace(own[odd], name="no.such.weight"), *own],
-        "a part that belongs elsewhere": [*own[:odd], moved, *own[odd + 1 :]],
-        "a missing part": own[1:],
-        "a part that comes twice": [*own, own[odd]],
+        "a shard that belongs elsewhere": [*own[:odd], moved, *own[odd + 1 :]],
+        "a missing shard": own[1:],
+        "a shard that comes twice": [*own, own[odd]],
     }
     for what, given in wrong.items():
         is_refused = False
@@ -199,9 +199,9 @@ def shards_refusals(bench: Bench) -> None:
     driver.engine.load_weight_shards(own)
 
 
-def copies(parts: Iterable[WeightShard]) -> list[WeightShard]:
-    """Take parts that stay as they are, on the CPU."""
-    return [dataclasses.replace(shard, tensor=shard.tensor.detach().cpu().clone()) for shard in parts]
+def copies(shards: Iterable[WeightShard]) -> list[WeightShard]:
+    """Take shards that stay as they are, on the CPU."""
+    return [dataclasses.replace(shard, tensor=shard.tensor.detach().cpu().clone()) for shard in shards]
 
 
 def weights_of(folder: Path) -> dict[str, Any]:

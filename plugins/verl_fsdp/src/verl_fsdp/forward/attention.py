@@ -182,8 +182,8 @@ def _run_view(tensor: torch.Tensor, run: SegmentRun) -> torch.Tensor:
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor:
     """Return [L, L] bool: True where token i (row) may see token j (column): i - window < j <= i."""
-    places = torch.arange(length, device=device)
-    distance = places[:, None] - places[None, :]
+    positions = torch.arange(length, device=device)
+    distance = positions[:, None] - positions[None, :]
     return (distance >= 0) & (distance < (window or length))
 
 

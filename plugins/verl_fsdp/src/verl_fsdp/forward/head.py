@@ -157,7 +157,7 @@ def _checked(output_BL: torch.Tensor, run: ModelRun) -> torch.Tensor:
     """
     if run.num_columns not in (None, output_BL.shape[1]):
         raise ModelError(
-            f"the model gave {output_BL.shape[1]} tokens a row, and a rank's part is {run.num_columns}: its forward "
+            f"the model gave {output_BL.shape[1]} tokens per row, and a rank's part is {run.num_columns}: its forward "
             "does not split sequences over ranks as it was said to"
         )
     return output_BL

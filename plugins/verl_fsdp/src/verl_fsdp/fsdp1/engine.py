@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 class Fsdp1Engine(ShardedEngine):
     """See `ShardedEngine`.
 
-    Weights lie in flat tensors, one for each wrapped module, cut evenly over the ranks: so a rank's part of a parameter
+    Weights lie in flat tensors, one for each wrapped module, cut evenly over ranks: so a rank's shard of a parameter
     is a vector, and may be empty. Names, shapes and dtypes outside are those of the model before it was wrapped.
     """
 

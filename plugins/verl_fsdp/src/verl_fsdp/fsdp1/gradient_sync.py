@@ -98,7 +98,7 @@ def _free(handle: Any) -> None:
 def _forget_order(root: FullyShardedDataParallel) -> None:
     """Forget in which order modules ran, by which FSDP1 prefetches: it does so itself only after a backward.
 
-    Forwards without one would make the list grow for ever.
+    Forwards without one would make the list grow forever.
     """
     for handle in _handles(root):
         handle._post_forward_index = None  # noqa: SLF001

@@ -171,9 +171,9 @@ def _rows(unit: FlatUnit, member: FlatMember, flat: torch.Tensor, mesh: DeviceMe
     """Cut this rank's rows out of a gathered member, as a DTensor on the mesh of the weights."""
     whole = unit.whole(member, flat)
     axis = mesh.ndim - 1
-    parts = whole.chunk(mesh.size(axis))
-    place = mesh.get_local_rank(axis)
-    rows = parts[place] if place < len(parts) else whole[:0]
+    shards = whole.chunk(mesh.size(axis))
+    rank = mesh.get_local_rank(axis)
+    rows = shards[rank] if rank < len(shards) else whole[:0]
     return DTensor.from_local(
         rows if unit.num_ranks == 1 else rows.clone(),  # or the whole unit would stay alive with it
         mesh,

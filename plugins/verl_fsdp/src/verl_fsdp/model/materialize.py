@@ -92,7 +92,7 @@ class Materializer:
     def defer(self) -> Callable[[], None]:
         """Fill everything but parameters; those get their values when the model has been sharded by somebody else.
 
-        Meanwhile rank 0 has its own, and the others memory on the CPU that nobody has written to, which takes no room:
+        Meanwhile rank 0 has its own, and the others untouched memory on the CPU, of which none is in use yet:
         so whoever shards finds the same kind of model on every rank. Use it in place of calls with modules.
 
         Returns:

@@ -1,4 +1,4 @@
-"""How a model attends: packed where that is right for it, else one sequence a row; and never without what it needs."""
+"""How a model attends: packed where that is right, else one sequence per row; never without what it needs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def choose_attention(model: PreTrainedModel, config: ShardedConfig) -> None:
                 f"{type(model).__name__} cannot be packed: {reason}; set engine.sequence_parallel_size=1"
             )
         if config.packing:
-            _LOG.warning("%s runs one sequence a row, padded, not packed: %s", type(model).__name__, reason)
+            _LOG.warning("%s runs one sequence per row, padded, not packed: %s", type(model).__name__, reason)
         reason = tell_sequences_apart(model, in_rows)
         if reason is not None:
             raise ModelError(f"{type(model).__name__} is not a causal language model that can be trained: {reason}")

@@ -36,7 +36,7 @@ def tell_sequences_apart(model: PreTrainedModel, attention: str) -> str | None:
     Args:
         model: with its weights. In a dtype shorter than float32 only whether it runs is looked at, for rounding alone
             may send tokens to other experts.
-        attention: ours, for sequences end to end; or one of transformers', for one a row, padded on the right.
+        attention: ours, for sequences end to end; or one of transformers', for one per row, padded on the right.
     """
     training = model.training
     model.eval()
@@ -119,7 +119,7 @@ def _first_layers(model: PreTrainedModel) -> Iterator[None]:
     types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     lists = layer_lists(model)
     for owner, name, layers in lists:
-        kinds = [_kind(layer, types[place] if place < len(types) else "") for place, layer in enumerate(layers)]
+        kinds = [_kind(layer, types[index] if index < len(types) else "") for index, layer in enumerate(layers)]
         count = 1 + max(kinds.index(kind) for kind in set(kinds))
         owner._modules[name] = torch.nn.ModuleList(list(layers)[:count])  # noqa: SLF001 - keeps its place
     try:

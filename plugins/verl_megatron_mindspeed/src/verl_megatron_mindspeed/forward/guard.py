@@ -1,4 +1,4 @@
-"""Keeps a rank's part of a pipeline going after an exception, so that no other stage waits for it for ever.
+"""Keeps a rank's part of a pipeline going after an exception, so that no other stage waits for it forever.
 
 A stage sends activations on and gradients back. Where an exception left Megatron's schedule in the middle, its
 neighbours would wait for what never comes. So each stage's forward and backward run behind a boundary in the autograd

@@ -198,10 +198,10 @@ def _zero_padding(model: MegatronModel, chunk: GPTModel, parallel: Parallel) -> 
 
 def _first_seed(config: MegatronConfig, parallel: Parallel) -> int:
     """Return a seed of this rank's own, which those that split its layers share."""
-    place = parallel.data.rank
+    index = parallel.data.rank
     for group in (parallel.context, parallel.pipeline):
-        place = place * group.size + group.rank
-    return config.seed + _SEED_STRIDE * place
+        index = index * group.size + group.rank
+    return config.seed + _SEED_STRIDE * index
 
 
 def _unwrapped(module: torch.nn.Module) -> GPTModel:

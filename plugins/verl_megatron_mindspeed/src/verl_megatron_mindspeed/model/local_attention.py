@@ -118,9 +118,9 @@ class PackedAttention(torch.nn.Module):
 
 def _lengths(packed_seq_params: PackedSeqParams) -> list[int]:
     """Return the sequences' lengths, padding included, over all context-parallel ranks; empty ones left out."""
-    places = packed_seq_params.cu_seqlens_q_padded
-    places = packed_seq_params.cu_seqlens_q if places is None else places
-    return [stop - start for start, stop in pairwise(places.tolist()) if stop > start]
+    bounds = packed_seq_params.cu_seqlens_q_padded
+    bounds = packed_seq_params.cu_seqlens_q if bounds is None else bounds
+    return [stop - start for start, stop in pairwise(bounds.tolist()) if stop > start]
 
 
 def _batch(tensor: torch.Tensor, length: int) -> torch.Tensor:

@@ -55,12 +55,12 @@ def may_see(length: int, num_parts: int, part: int, device: torch.device) -> tor
 @lru_cache(maxsize=4)  # all layers ask for the same
 def _order(lengths: tuple[int, ...], num_parts: int) -> torch.Tensor:
     """Return [T] int64: where, among the ranks' tokens one rank after the other, the sequences' tokens lie."""
-    place = torch.empty(sum(lengths), dtype=torch.int64)
+    order = torch.empty(sum(lengths), dtype=torch.int64)
     num_own = sum(lengths) // num_parts
     start = 0
     for length in lengths:
         for part in range(num_parts):
             first = part * num_own + start // num_parts
-            place[start + positions(length, num_parts, part)] = torch.arange(first, first + length // num_parts)
+            order[start + positions(length, num_parts, part)] = torch.arange(first, first + length // num_parts)
         start += length
-    return place
+    return order

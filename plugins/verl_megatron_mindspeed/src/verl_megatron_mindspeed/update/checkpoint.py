@@ -76,7 +76,7 @@ def load_state(model: MegatronModel, weights: WeightMap, training: Training | No
 
 
 def _take_parts(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Copy this rank's parts of some weights in, where they are not the same memory, filled already."""
+    """Copy this rank's shards of some weights in, where they are not the same memory, filled already."""
     for name, parts in own.items():
         if not isinstance(parts, TensorParts) or name not in given:
             continue

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _HeldShard:
-    """What a rank says of a weight that it holds a part of."""
+    """What a rank says of a weight that it holds a shard of."""
 
     spec: WeightSpec
     offsets: tuple[int, ...]
@@ -79,11 +79,11 @@ class WeightMap:
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Put full weights together one by one; each is valid until the next is taken.
 
-        No more than one full weight is alive at a time, if the caller lets go of it before it takes the next.
+        No more than one full weight is alive at a time, if the caller drops it before it takes the next.
 
         Raises:
             WeightsError: there is no such weight.
-        Collectives: a broadcast, over all ranks, of each part; what several ranks hold is sent once.
+        Collectives: a broadcast, over all ranks, of each shard; what several ranks hold is sent once.
         """
         for name in names:
             if name not in self._specs:
@@ -150,14 +150,14 @@ class WeightMap:
                 own.fill(part)
 
     def _place(self, spec: WeightSpec) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Return view shape, offsets and shape of this rank's part, which is empty where it has none."""
+        """Return view shape, offsets and shape of this rank's shard, which is empty where it has none."""
         own = self._blocks.get(spec.name)
         if own is None:
             return spec.shape, (0,) * len(spec.shape), (0, *spec.shape[1:])
         return spec.shape, own.offsets, own.shape
 
     def load_folder(self, folder: Path) -> None:
-        """Read the weights; each rank reads its own parts. A head that a critic's folder lacks stays as it is.
+        """Read the weights; each rank reads its own shards. A head that a critic's folder lacks stays as it is.
 
         Raises:
             ModelError: weights are missing, damaged or of another shape; on every rank.

@@ -1,4 +1,4 @@
-"""The front door of ``verl-engine``: runs the command, turns errors into messages, and ends with its exit status.
+"""The entry point of ``verl-engine``: runs the command, turns errors into messages, and ends with its exit status.
 
 Importing typer takes more time than listing all plugins does, and scripts ask for that list: so the one line that
 prints it as JSON goes without.

@@ -1,4 +1,4 @@
-"""Python code in a model folder: it is never run, and nobody is asked whether it may be."""
+"""Python code in a model folder: it is never run, and no setting allows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""YAML 1.2 and plain values. PyYAML parses it; its scalars, which are YAML 1.1's, give way to 1.2's core schema.
+"""YAML 1.2 and plain values. PyYAML parses it; its YAML 1.1 scalars are replaced by 1.2's core schema.
 
 In YAML 1.1 ``off`` is false, ``010`` is 8, ``1:30`` is 90 and ``1e-6`` is a text. Here they are a text, 10, a text and
 a number. What cannot be held as it is written is an error: a number of a thousand digits, or one that overflows.

@@ -141,7 +141,7 @@ class Offload:
             handle.remove()
         self._guards = []
         if self._away:
-            # In front of a wrapper's own hook, which would gather what is not there.
+            # In front of a wrapper's own hook, which would gather missing parameters.
             self._guards.append(self._module.register_forward_pre_hook(self._refuse_forward, prepend=True))
             if self._optimizer is not None:
                 self._guards.append(self._optimizer.register_step_pre_hook(self._refuse_step))

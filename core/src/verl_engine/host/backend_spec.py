@@ -19,7 +19,7 @@ def check_backend_spec(spec: BackendSpec, label: str) -> None:
     Raises:
         HookError: one is wrong.
     """
-    roots: object = spec.must_precede  # a lone text would be taken letter by letter
+    roots: object = spec.must_precede  # a single string would be read letter by letter
     if not (isinstance(roots, tuple) and all(isinstance(root, str) and root for root in roots)):
         raise HookError(f"{label}: SPEC.must_precede={roots!r} must be a tuple of module names, such as ('megatron',)")
     if not callable(spec.patches):

@@ -82,7 +82,7 @@ def _import(entry: PluginEntry) -> object:
         found: object = importlib.import_module(entry.module)
         for attribute in filter(None, attributes.split(".")):
             found = getattr(found, attribute)
-    # A stranger's module can raise anything; SystemExit too, from a script that was meant to be run.
+    # A plugin's module can raise anything; SystemExit too, from a script that was meant to be run.
     except (Exception, SystemExit) as cause:
         raise PluginImportError(
             f"{entry.label} is installed, but importing {entry.value} failed: "

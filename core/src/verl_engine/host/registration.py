@@ -1,4 +1,4 @@
-"""Register plugins with pluggy, wholly or not at all, and explain in our words what does not fit."""
+"""Register plugins with pluggy, wholly or not at all, and explain what does not fit."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def _missing_for_extras(specification: str, installed: Mapping[str, Distribution
         return []
     headers = installed[normalize_name(plain["name"])].read_headers()
     requirements = [text for field, text in headers if field == "requires-dist"]
-    # Only requirements of the extra itself: what the distribution always needs is its own affair.
+    # Only requirements of the extra itself: what the distribution always needs is not checked here.
     return [
         missing
         for extra in plain["extras"].split(",")
@@ -87,7 +87,7 @@ def _is_met(specification: str, installed: Mapping[str, Distribution]) -> bool:
         return False
     clauses = _CLAUSE.findall(plain["specifiers"].replace(" ", ""))
     release = _RELEASE.match(found.version)
-    if release is None:  # a pre-release, say: how those compare is packaging's affair
+    if release is None:  # a pre-release, say: packaging knows how those compare
         return not clauses or _is_met_by_packaging(specification, installed)
     return all(_compare(_numbers(release[0]), operator, _numbers(bound)) for operator, bound in clauses)
 

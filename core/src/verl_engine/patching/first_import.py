@@ -1,4 +1,4 @@
-"""Run something right after a module's import, before its importer goes on: so nobody ever sees the module without it.
+"""Run something right after a module's import, before its importer goes on: so no code sees the module without it.
 
 One finder in front of ``sys.meta_path`` waits for the modules by name. It stays while anything waits, also after the
 first import: a reload, or a second import after a failed one, makes the module anew and undoes what was done to it.
@@ -131,7 +131,7 @@ class _PatchingLoader:
         before = sys.modules.get(name)
         self._loader.exec_module(module)
         after = sys.modules.get(name, module)  # some modules put another object into their place
-        # Who runs a module by hand may keep it to himself: the one in sys.modules has its patches.
+        # Code that runs a module by hand may keep it private; the one in sys.modules is patched.
         is_private = before is not module and after is before
         _finder.running.add(name)
         try:

@@ -4,7 +4,7 @@ Looked at are the names of every module, the attributes of their classes, and wh
 level deep: entries of registries, attributes of instances, arguments of partials, default arguments and closures of
 functions. What lies deeper, or in an object that no module knows, is not found. What a subclass inherits from a class
 is not looked at: a replacement often is a subclass itself. Flags such as ``True`` cannot be told apart by identity and
-have no references; nor has a module: whoever imports it holds it, and means it.
+have no references; nor has a module: code that imports it holds it on purpose.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def find_references(
         id(same) for thing in objects for same in (thing, inner_function(thing)) if not isinstance(same, _NO_IDENTITY)
     }
     found: list[Reference] = []
-    # A script is there twice in a spawned process, and one registry is known to many modules.
+    # A script is there twice in a spawned process, and one registry is held by many modules.
     seen = {id(same) for thing in holders for same in (thing, inner_function(thing))}
     chosen = list(sys.modules) if modules is None else modules
     for name in chosen if wanted else ():

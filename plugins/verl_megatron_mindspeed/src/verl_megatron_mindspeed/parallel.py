@@ -73,7 +73,7 @@ def build_groups(config: MegatronConfig) -> Parallel:
     global _made  # noqa: PLW0603 - Megatron's own state is one for each process
     sizes = {name: getattr(config, name) for name in _SIZES}
     world = dist.group.WORLD
-    if _made is not None and _made.world is not world:  # the process group was destroyed, and Megatron's with it
+    if _made is not None and _made.world is not world:  # the process group was destroyed, with Megatron's
         mpu.destroy_model_parallel()
         _made = None
     if _made is not None and _made.sizes != sizes:

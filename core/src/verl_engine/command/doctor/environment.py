@@ -1,4 +1,4 @@
-"""Environment variables that change how training runs, with a hint where a value is odd."""
+"""Environment variables that change how training runs, with a hint where a value is unusual."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Variable(NamedTuple):
     name: str
     value: str | None
     hint: str | None
-    """What is odd about the value, and what to do; None where nothing is."""
+    """What is unusual about the value, and what to do; None where nothing is."""
 
 
 ALWAYS_SHOWN: Final = (

@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong, or odd."""
+    """One thing that is wrong, or unusual."""
 
     severity: Literal["error", "warning"]
     """An error keeps what it concerns from working."""

@@ -1,4 +1,4 @@
-"""Python, the machine, and what torch finds on it. Torch is asked in a process of its own: it may be slow, or crash."""
+"""Python, the machine, and what torch finds on it. Torch is imported in its own process: it may be slow, or crash."""
 
 from __future__ import annotations
 

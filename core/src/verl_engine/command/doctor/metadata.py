@@ -1,4 +1,4 @@
-"""Installed distributions whose metadata cannot be read: they spoil what looks at all of them, as torch does."""
+"""Installed distributions whose metadata cannot be read: they break what reads all of them, as torch does."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def _hidden_until_whole(output: Path) -> Iterator[Path]:
     """Make a new folder beside the output, and give it the output's name at the end, or delete it."""
     partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
     try:
-        partial.mkdir(parents=True)  # never one that is there: it would be somebody's
+        partial.mkdir(parents=True)  # never an existing one: it may be in use
         try:
             yield partial
             sync_folder(partial)

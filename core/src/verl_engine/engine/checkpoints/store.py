@@ -214,7 +214,7 @@ class CheckpointStore:
         failure: Exception | None = None
         if self._ranks.is_first:
             try:
-                if not folders.step_folder(self.root, step).exists():  # a half copied one may go too
+                if not folders.step_folder(self.root, step).exists():  # a half copied one may be removed too
                     folders.find_step(self.root, step)
                 folders.delete(self.root, step)
             except (OSError, EngineError) as error:

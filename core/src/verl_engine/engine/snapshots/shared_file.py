@@ -1,4 +1,4 @@
-"""Files in shared memory that outlive nobody: their owner removes them, and if it was killed, the next owner does."""
+"""Files in shared memory: their owner removes them; if it was killed, the next owner does."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Weights on their way in and out: whole, in buckets, or in each rank's shards."""
+"""Weights in and out: full, in buckets, or in each rank's shards."""

@@ -1,4 +1,4 @@
-"""Weights as flat byte buckets: how they leave the trainer and enter whoever generates.
+"""Weights as flat byte buckets: how they go from the trainer to the rollout engine.
 
 A bucket is a run of whole tensors at aligned offsets in one flat buffer. The plan follows from names, shapes and dtypes
 alone, so every rank and every reader computes or receives the same one. Memory is bounded by the bucket's size and one

@@ -172,7 +172,7 @@ def kept_by_first_rank(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str,
 def write_folder(folder: Path, write: Callable[[Path], object]) -> None:
     """Let the first rank write a folder; it takes the place of what was there only when it is whole.
 
-    On return it is there for every rank, or every rank raises: none is left waiting for one that could not write.
+    On return it is there for every rank, or every rank raises, so none waits for one that could not write.
     Raises:
         WeightsError: on the other ranks, where the first one failed.
     Collectives: a broadcast.

@@ -61,7 +61,7 @@ def ending_of(model: PreTrainedModel) -> Ending:
 
 @contextmanager
 def forward_of(layer: torch.nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Let a layer compute something else inside; its hooks, which gather its weights, run as ever."""
+    """Let a layer compute something else inside; its hooks, which gather its weights, run as usual."""
     own = vars(layer)
     before = {name: value for name, value in own.items() if name == "forward"}
     own["forward"] = forward

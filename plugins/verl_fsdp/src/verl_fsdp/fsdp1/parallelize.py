@@ -88,7 +88,7 @@ def _strategy(config: FsdpConfig, mesh: DeviceMesh) -> tuple[ShardingStrategy, A
     if mesh.size(1) == 1:
         # FSDP1 would make NO_SHARD of any other strategy here, and forget to reduce over the copies.
         return ShardingStrategy.NO_SHARD, mesh.get_group("replicate")
-    # torch's documentation names it so, underscore and all.
+    # torch's documentation uses this name, with its underscore.
     kept = ShardingStrategy._HYBRID_SHARD_ZERO2  # noqa: SLF001
     strategy = ShardingStrategy.HYBRID_SHARD if config.reshard_after_forward else kept
     return strategy, (mesh.get_group("shard"), mesh.get_group("replicate"))

@@ -1,4 +1,4 @@
-"""Rank 0's model on every rank, module by module: nobody but rank 0 ever holds a whole one."""
+"""Rank 0's model on every rank, module by module: only rank 0 ever holds a full one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model makes of positions, and up to which it treats sequences that run together alike."""
+"""How a model uses positions, and up to which length it treats packed sequences alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trial of a model before it is sharded: does it tell sequences apart that run together?
+"""A trial of a model before it is sharded: does it keep packed sequences apart?
 
 Shape legend: T tokens of all sequences, N sequences, L the longest of them, V vocabulary.
 """

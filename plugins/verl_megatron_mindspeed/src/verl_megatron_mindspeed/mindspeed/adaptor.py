@@ -1,4 +1,4 @@
-"""Apply MindSpeed: import its adaptor, tell it of the engine, and check that Megatron came out patched wholly."""
+"""Apply MindSpeed: import its adaptor, tell it of the engine, and check that Megatron is completely patched."""
 
 from __future__ import annotations
 

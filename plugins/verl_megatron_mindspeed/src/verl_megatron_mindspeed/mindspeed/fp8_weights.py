@@ -56,7 +56,7 @@ def use_weight_cache() -> None:
             f"{_CACHE}; leave it out, or install a MindSpeed that has it"
         ) from cause
     release = getattr(cache, "set_weight_release_enabled", None)
-    if release is not None:  # else it gives nothing away
+    if release is not None:  # else it never releases weights
         release(False)
 
 

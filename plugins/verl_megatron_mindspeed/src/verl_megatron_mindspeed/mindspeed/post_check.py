@@ -1,4 +1,4 @@
-"""Whether MindSpeed patched Megatron wholly. It goes on without an error where Megatron was imported too early."""
+"""Whether MindSpeed patched Megatron completely. It gives no error where Megatron was imported too early."""
 
 from __future__ import annotations
 

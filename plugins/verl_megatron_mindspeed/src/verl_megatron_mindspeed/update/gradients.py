@@ -1,4 +1,4 @@
-"""The buffers that gradients are accumulated and reduced in: Megatron's, kept right where a pass does not end well."""
+"""The buffers that gradients are accumulated and reduced in: Megatron's, kept right after a failed pass."""
 
 from __future__ import annotations
 

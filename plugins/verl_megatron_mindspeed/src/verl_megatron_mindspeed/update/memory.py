@@ -1,4 +1,4 @@
-"""Flat buffers of Megatron whose memory can be given back, and taken again without anybody's views noticing."""
+"""Flat buffers of Megatron whose memory can be given back, and taken again without breaking views of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Something that every rank does and that may fail on one: then all of them raise, and none is left waiting."""
+"""Something that every rank does and that may fail on one: then all of them raise, so none waits forever."""
 
 from __future__ import annotations
 

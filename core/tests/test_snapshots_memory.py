@@ -86,7 +86,7 @@ def test_a_limit_says_what_holds_how_much_and_keeps_what_was_there() -> None:
     with pytest.raises(WeightsError) as caught:
         snapshots.save("3")
     assert str(caught.value) == (
-        "engine.snapshot_limit_bytes=768 (0.75 KiB a rank) has no room for tag '3', which takes 0.38 KiB; held are: "
+        "engine.snapshot_limit_bytes=768 (0.75 KiB per rank) has no room for tag '3', which takes 0.38 KiB; held are: "
         "tag '1' 0.38 KiB, tag '2' 0.38 KiB. Drop a tag (clear_cpu_model), or raise the limit"
     )
     with pytest.raises(WeightsError, match="no weights were saved under '3'"):

@@ -331,5 +331,5 @@ def test_a_method_is_replaced_in_each_module_of_its_class_and_some_must_be_there
 def test_engines_of_a_process_must_agree_on_what_is_replaced(model_folder: Path, ranks: RankPool) -> None:
     for first, second in ranks.run(patched, model_folder):
         assert first == ""
-        assert "a function can be replaced once a process" in second
+        assert "a function can be replaced once per process" in second
     ranks.close()  # its models are of no more use

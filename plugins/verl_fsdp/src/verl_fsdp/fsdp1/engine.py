@@ -186,7 +186,7 @@ class Fsdp1Engine(ShardedEngine):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take such a state, of fsdp2 too; see the base class. Collectives: an all-gather a sharded tensor."""
+        """Take such a state, of fsdp2 too; see the base class. Collectives: an all-gather per sharded tensor."""
         self.reshard()
         load_model_state(self.weights, state["model"])
         buffers = dict(self.buffers())

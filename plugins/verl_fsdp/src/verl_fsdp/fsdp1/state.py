@@ -40,7 +40,7 @@ def model_state(weights: FlatWeights, mesh: DeviceMesh) -> dict[str, torch.Tenso
 
 
 def load_model_state(weights: FlatWeights, state: Mapping[str, torch.Tensor]) -> None:
-    """Take what `model_state` returns, with other values, in place. Collectives: an all-gather a sharded tensor."""
+    """Take what `model_state` returns, with other values, in place. Collectives: an all-gather per sharded tensor."""
     for name, (unit, member) in weights.places.items():
         begin, end = unit.span(member)
         unit.piece(member).copy_(_whole(state[name]).reshape(-1)[begin:end])
@@ -76,7 +76,7 @@ def optimizer_state(weights: FlatWeights, optimizer: torch.optim.Optimizer, mesh
 
 
 def load_optimizer_state(weights: FlatWeights, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Take what `optimizer_state` returns, with other values. Collectives: an all-gather a sharded tensor."""
+    """Take what `optimizer_state` returns, with other values. Collectives: an all-gather per sharded tensor."""
     names = _names(weights)
     groups = {names[id(parameter)]: group for group in optimizer.param_groups for parameter in group["params"]}
     for name, values in state["state"].items():

@@ -174,24 +174,24 @@ class RankPool:
                 if not pipe.poll():
                     continue
                 del waiting[rank]
-                answer = self._receive(rank)
-                if isinstance(answer, _Failure):
-                    failures.append(answer)
+                reply = self._receive(rank)
+                if isinstance(reply, _Failure):
+                    failures.append(reply)
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
                 else:
-                    results[rank], is_worn = answer
+                    results[rank], is_worn = reply
                     self.is_worn |= is_worn
         return results, failures
 
     def _receive(self, rank: int) -> tuple[Any, bool] | _Failure:
         try:
-            answer: tuple[Any, bool] | _Failure = pickle.loads(self._pipes[rank].recv_bytes())  # noqa: S301 - our own child
+            reply: tuple[Any, bool] | _Failure = pickle.loads(self._pipes[rank].recv_bytes())  # noqa: S301 - our own child
         except (EOFError, OSError):
             self._processes[rank].join(_GRACE_S)
             summary = f"the process died without a result (exit code {self._processes[rank].exitcode})"
             # Before all others: that their peer is gone they may have noticed sooner than we.
             return _Failure(-math.inf, rank, summary, f"{summary}; it wrote:\n{self._log(rank)}")
-        return answer
+        return reply
 
     def _places(self, silent: list[int]) -> str:
         """Say where each of some ranks is."""
@@ -257,7 +257,7 @@ def _serve(
             continue
         if job is None:
             break
-        pipe.send_bytes(pickle.dumps(start) if isinstance(start, _Failure) else _answer(rank, start, tidy, *job))
+        pipe.send_bytes(pickle.dumps(start) if isinstance(start, _Failure) else _reply_to(rank, start, tidy, *job))
     _leave_group()
 
 
@@ -279,7 +279,7 @@ def _join_group(rank: int, world_size: int, folder: str, device: str) -> None:
     )
 
 
-def _answer(
+def _reply_to(
     rank: int,
     start: RankState,
     tidy: Callable[[], None] | None,

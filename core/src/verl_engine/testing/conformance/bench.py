@@ -81,7 +81,7 @@ class Bench:
 
     def require_everywhere(self, is_right: bool, message: str) -> None:
         """Fail on all ranks where something is wrong on one, so that none is left waiting. Collectives: one."""
-        wrong = [rank for rank, answer in enumerate(self.gather(bool(is_right))) if not answer]
+        wrong = [rank for rank, is_ok in enumerate(self.gather(bool(is_right))) if not is_ok]
         where = "" if len(wrong) == self.world_size else f" (on rank {', '.join(map(str, wrong))})"
         require(not wrong, message + where)
 

@@ -170,7 +170,7 @@ def run(installed: None, rank_pools: RankPools) -> Run:  # noqa: ARG001 - ranks 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_broken_engine_is_caught(run: Run, name: str) -> None:
-    # A rank that waits for ever is told by the time limit: not a minute of it here.
+    # A rank that waits forever is told by the time limit: not a minute of it here.
     failed = run(name, CASES[name].fails, 8.0 if name == "silent_rank" else 60.0)
     assert failed.status == "failed"
     assert CASES[name].says in failed.reason

@@ -161,7 +161,7 @@ def test_swapped_costs_two_copies_once_its_memory_is_there_and_restores_in_any_c
     assert same(snapshots.save("second").tensors, second)
 
 
-def test_a_save_after_swapped_is_of_the_weights_in_force() -> None:
+def test_a_save_after_swapped_is_of_the_current_weights() -> None:
     engine = make_engine()
     snapshots = make_snapshots(engine)
     snapshots.save("first")

@@ -23,24 +23,11 @@ SUMMARY_KEYS = {
 }  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_one_rank_leaves_complete_results(task: Task, tmp_path: Path) -> None:
-    evaluation = f"{{prompts: {task.model.parent}/held_out.jsonl, num_prompts: 8}}"
-    ended = run("train", task.train, tmp_path / "out", f"evaluation={evaluation}")
+    ended = run("train", task.train, tmp_path / "out", evaluation(task))
     check_training(ended, task.model)
-    assert "gradients are reduced at last_micro_batch (as configured)" in ended.stdout
-
-    assert ended.summary.keys() >= SUMMARY_KEYS
-    assert all(ended.summary[key] is not None for key in SUMMARY_KEYS)
-    assert (ended.summary["status"], ended.summary["num_steps"]) == ("finished", 3)
-    assert [record["step"] for record in ended.records("evaluation")] == [0, 3]
-    config = yaml.safe_load((ended.output / "config.yaml").read_text(encoding="utf-8"))
-    assert config["trainer"]["num_steps"] == 3
-    assert config["engine"]["total_steps"] == 3
-    (events,) = (ended.output / "tensorboard").iterdir()
-    assert events.stat().st_size > 0
-    assert "</html>" in (ended.output / "report.html").read_text(encoding="utf-8")
-    assert {span["who"] for span in read_lines(ended.output / "timeline.jsonl")} == {"trainer", "rollouter-0"}
-    check_model_loads(ended.output / "model")
+    check_results(ended, 3, {"trainer", "rollouter-0"})
 
 
 @pytest.mark.nightly
@@ -61,12 +48,34 @@ def test_two_ranks_two_workers_ahead_of_training(task: Task, tmp_path: Path, clu
         "train", task.train, tmp_path / "out", "trainer.num_ranks=2", "rollout.num_workers=2", "trainer.num_steps=4",
         "async_training={staleness_threshold: 1, partial_rollout: true, trigger_parameter_sync_step: 2}",
         "algorithm.old_log_probs=recompute", "weight_sync={transport: object_store, bucket_bytes: 65536}",
-        cluster=cluster,
+        evaluation(task), cluster=cluster,
     )  # fmt: skip
     check_training(ended, task.model)
+    check_results(ended, 4, {"trainer", "rollouter-0", "rollouter-1"})
     assert all(record["staleness_max"] <= 2 for record in ended.records("step"))
     assert all(math.isfinite(record["importance_weight"]) for record in ended.records("step"))
     assert [record["weight_version"] for record in ended.records("step")] == [0, 1, 1, 2]
+
+
+def evaluation(task: Task) -> str:
+    """The setting that asks for one."""
+    return f"evaluation={{prompts: {task.model.parent}/held_out.jsonl, num_prompts: 8}}"
+
+
+def check_results(ended: Ended, num_steps: int, processes: set[str]) -> None:
+    """Check that all files are there, and speak of the whole run."""
+    assert "gradients are reduced at last_micro_batch (as configured)" in ended.stdout
+    assert ended.summary.keys() >= SUMMARY_KEYS
+    assert all(ended.summary[key] is not None for key in SUMMARY_KEYS)
+    assert (ended.summary["status"], ended.summary["num_steps"]) == ("finished", num_steps)
+    assert [record["step"] for record in ended.records("evaluation")] == [0, num_steps]
+    config = yaml.safe_load((ended.output / "config.yaml").read_text(encoding="utf-8"))
+    assert config["trainer"]["num_steps"] == config["engine"]["total_steps"] == num_steps
+    (events,) = (ended.output / "tensorboard").iterdir()
+    assert events.stat().st_size > 0
+    assert "</html>" in (ended.output / "report.html").read_text(encoding="utf-8")
+    assert {span["who"] for span in read_lines(ended.output / "timeline.jsonl")} == processes
+    check_model_loads(ended.output / "model")
 
 
 def check_training(ended: Ended, model: Path) -> None:

@@ -124,7 +124,7 @@ def check_packed(subject: Subject) -> str:
 
 
 def check_padded(subject: Subject) -> str:
-    """Log-probs and gradient with one sequence a row."""
+    """Log-probs and gradient with one sequence per row."""
     _check_training(subject, packing=False)
     return ""
 

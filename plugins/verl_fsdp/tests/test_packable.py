@@ -1,4 +1,4 @@
-"""How a model attends: packed where that is right, one sequence a row where not, and eagerly what sdpa leaves out."""
+"""How a model attends: packed where that is right, one sequence per row where not, and eagerly what sdpa leaves out."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_models_that_would_mix_packed_sequences_get_one_a_row(kind: str, caplog:
     with caplog.at_level(logging.WARNING):
         choose_attention(model, Fsdp2Config(learning_rate=1.0))
     assert attention_of(model) in {"sdpa", "eager"}
-    assert "one sequence a row, padded" in caplog.text
+    assert "one sequence per row, padded" in caplog.text
 
 
 @pytest.mark.fault(2)

@@ -7,11 +7,12 @@ import os
 import signal
 import time
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from core.tests.test_checkpoint_contents import draw
 from core.tests.test_module_engine import PlainEngine, make, set_gradients, weights
@@ -119,6 +120,28 @@ def test_a_closed_store_is_refused_where_ranks_would_write_each_for_itself(two: 
     for message in two.run(use_after_close, tmp_path):
         assert "this store of checkpoints is closed" in message
     assert list(tmp_path.iterdir()) == []
+
+
+def open_slowly(rank: int, root: Path) -> bool:
+    """Say whether rank 1 had its connections when the store was made."""
+    connected = root / "rank-1-is-connected"
+
+    def new_group(**settings: Any) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.distributed_c10d.new_group(**settings)
+        if rank == 1:
+            time.sleep(0.3)
+            connected.touch()
+        return group
+
+    with mock.patch("torch.distributed.new_group", new_group):
+        store = CheckpointStore(root)
+    is_connected = connected.exists()
+    store.close()
+    return is_connected
+
+
+def test_no_rank_can_close_a_store_while_another_one_still_connects(two: RankPool, tmp_path: Path) -> None:
+    assert two.run(open_slowly, tmp_path) == [True, True]
 
 
 def write_elsewhere(rank: int, root: Path) -> str:

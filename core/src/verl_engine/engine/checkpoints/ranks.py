@@ -22,7 +22,7 @@ class CheckpointRanks:
     """
 
     def __init__(self, timeout_s: float) -> None:
-        """Make the group, where there is more than one rank. Collectives: those of a new group."""
+        """Make the group, where there is more than one rank. Collectives: those of a new group, a barrier."""
         self.timeout_s = timeout_s
         is_alone = not dist.is_initialized() or dist.get_world_size() == 1
         self.rank = 0 if is_alone else dist.get_rank()
@@ -31,6 +31,8 @@ class CheckpointRanks:
         if not is_alone:
             timeout = datetime.timedelta(seconds=timeout_s + 2 * _GRACE_S)
             self._group = dist.new_group(backend="gloo", timeout=timeout)
+            # Gloo fails in a rank that still connects when another one, which is done, closes the group or ends.
+            dist.barrier(self._group)
 
     @property
     def is_first(self) -> bool:

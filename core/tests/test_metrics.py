@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from verl_engine.contract.errors import BatchError
 from verl_engine.engine.data_parallel import DataParallel
 from verl_engine.engine.metrics import Metric, Totals
 
@@ -42,6 +43,12 @@ def test_each_kind_worked_by_hand() -> None:
     assert loss == 0.75
     assert found == {"plain": 0.5, "sum": 0.5, "mean": 0.5, "average": 1.0, "max": 3.0, "min": -1.0}
     assert list(found) == sorted(found)
+
+
+def test_an_unknown_reduction_is_refused() -> None:
+    wrong: Any = "avg"
+    with pytest.raises(BatchError, match=r"^a metric's reduction='avg' must be one of sum, mean, max, min$"):
+        Metric(number(1.0), wrong)
 
 
 def test_a_micro_batch_without_loss_tokens_counts_in_sums_only() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -76,8 +76,9 @@ def test_the_normaliser_is_one_number_for_the_global_batch() -> None:
         losses[normalizer] = float(engine.weights["logits"].detach()[2]) / 0.5
         assert report.metrics["half"] == pytest.approx(6.5 * losses[normalizer])
     assert losses == pytest.approx({"tokens": 1 / 4, "sequences": 1 / 2, 8.0: 1 / 8})
-    for wrong in (0.0, float("inf"), -1.0):
-        with pytest.raises(ConfigError, match="must be tokens, sequences or a number above 0"):
+    wrong: Any
+    for wrong in (0.0, float("inf"), float("nan"), -1.0, "token", "", None):
+        with pytest.raises(ConfigError, match=rf"^normalizer={wrong!r} must be one of tokens, sequences, or a number"):
             train_step(toy_host(), FakeEngine(), batches, summed_loss, normalizer=wrong)
 
 

@@ -110,7 +110,10 @@ class BackendSpec:
             feature: one of `FEATURES`.
         Raises:
             UnsupportedError: the backend declares the gap; gives its reason.
+            ValueError: no such feature.
         """
+        if feature not in FEATURES:
+            raise ValueError(f"{feature!r} is not a feature; they are {sorted(FEATURES)}")
         reason = self.capabilities.gaps.get(feature)
         if reason is not None:
             raise UnsupportedError(f"engine.backend={self.name} cannot do {feature!r}: {reason}")

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
+from verl_engine.contract.choices import require_choice
 from verl_engine.engine.temperature import divide_, rows_of
 
 if TYPE_CHECKING:
@@ -59,8 +60,11 @@ def linear_log_probs(
         entropy: ``off``, ``value`` (no gradient) or ``gradient``.
     Returns:
         Log-probs [M] and entropy [M] (None where it is off), in nats; float32, or float64 where the input is.
+    Raises:
+        ConfigError: `entropy` is none of these.
     Collectives: none. Gradient: through hidden, weight and bias, whichever need one, each in its own dtype.
     """
+    require_choice("entropy", entropy, Entropy)
     arguments = (hidden, weight, targets, temperature, bias, chunk, entropy)
     logp_M, entropy_M = _LinearLogProbs.apply(*arguments)  # type: ignore[no-untyped-call]
     return logp_M, (None if entropy == "off" else entropy_M)

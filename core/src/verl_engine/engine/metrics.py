@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Final, Literal
 import torch
 import torch.distributed as dist
 
+from verl_engine.contract.choices import require_choice
+from verl_engine.contract.errors import BatchError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -30,6 +33,14 @@ class Metric:
     ``min``: over all micro-batches that have loss tokens."""
     count: torch.Tensor | float = 1.0
     """For ``mean``: how many things `value` is the sum over."""
+
+    def __post_init__(self) -> None:
+        """Check the reduction.
+
+        Raises:
+            BatchError: it is not one of `Reduction`.
+        """
+        require_choice("a metric's reduction", self.reduction, Reduction, error=BatchError)
 
 
 class Totals:

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from verl_engine.contract.choices import require_choice
+from verl_engine.engine.linear_log_probs import Entropy
 from verl_engine.engine.temperature import column, rows_of
 from verl_engine.engine.token_output import TokenOutput
 
 if TYPE_CHECKING:
     from verl_engine.batch.packed import PackedBatch
-    from verl_engine.engine.linear_log_probs import Entropy
     from verl_engine.engine.temperature import Temperature
 
 
@@ -33,6 +34,8 @@ def output_from_logits(
         entropy: the config's field of this name: ``off``, ``value`` (no gradient) or ``gradient``.
     Returns:
         Log-probs, and entropy if it is asked for.
+    Raises:
+        ConfigError: `entropy` is none of these.
     Collectives: none. Gradient: through the logits.
     """
     positions_M = batch.loss_positions
@@ -58,8 +61,11 @@ def numbers_from_logits(
         entropy: ``off``, ``value`` (no gradient) or ``gradient``.
     Returns:
         Log-probs [M] and entropy [M] (None where it is off), float32, nats.
+    Raises:
+        ConfigError: `entropy` is none of these.
     Collectives: none. Gradient: through the logits.
     """
+    require_choice("entropy", entropy, Entropy)
     logp_MV = (logits_MV.float() / column(temperature)).log_softmax(-1)
     logp_M = logp_MV.gather(-1, targets_M[:, None])[:, 0]
     if entropy == "off":

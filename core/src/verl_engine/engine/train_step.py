@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from verl_engine.contract.choices import require_choice
 from verl_engine.contract.errors import BatchError, ConfigError
 from verl_engine.engine.micro_batch_pass import MicroBatchPass
 
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
     from verl_engine.host.backend_host import BackendHost
 
 
-Normalizer = Literal["tokens", "sequences"] | float
+_Counted = Literal["tokens", "sequences"]
+Normalizer = _Counted | float
 """What the sums of a global batch are divided by: its loss tokens, its sequences with loss tokens, or a constant."""
 
 
@@ -77,6 +80,7 @@ def train_step(
     """
     if learning_rate is not None and not 0 <= learning_rate < math.inf:
         raise ConfigError(f"learning_rate={learning_rate} of a step must be a number of 0 or more")
+    _require_normalizer(normalizer)
     require_positions(host, micro_batches)
     counts = _count(engine, micro_batches, normalizer)
     engine.set_training(True)
@@ -114,6 +118,11 @@ def require_positions(host: BackendHost, micro_batches: Sequence[PackedBatch]) -
     """
     if any(batch.has_own_positions for batch in micro_batches):
         host.require("own_positions")
+
+
+def _require_normalizer(normalizer: object) -> None:
+    if not isinstance(normalizer, Real) or not 0 < float(normalizer) < math.inf:
+        require_choice("normalizer", normalizer, _Counted, or_else=", or a number above 0")
 
 
 class _Counts(NamedTuple):
@@ -154,7 +163,5 @@ def _count(engine: Engine, micro_batches: Sequence[PackedBatch], normalizer: Nor
             "no token of the global batch is in the loss (loss_mask is False everywhere); nothing to learn"
         )
     if not isinstance(normalizer, str):
-        if not 0 < normalizer < math.inf:
-            raise ConfigError(f"normalizer={normalizer} of a step must be tokens, sequences or a number above 0")
         return _Counts(num_loss_tokens, num_tokens, normalizer)
     return _Counts(num_loss_tokens, num_tokens, num_sequences if by_sequences else num_loss_tokens)

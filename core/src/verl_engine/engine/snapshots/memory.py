@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from verl_engine.contract.choices import require_choice
 from verl_engine.contract.errors import WeightsError
 from verl_engine.engine.device import Device
 from verl_engine.engine.snapshots.shared import SharedSlot
@@ -28,7 +29,10 @@ class SnapshotMemory:
             kind: of the slots.
             limit_bytes: for all slots together; None for as much as there is.
             device: that the weights are on; by default the CPU. On an accelerator private slots are pinned.
+        Raises:
+            ConfigError: `kind` is neither ``private`` nor ``shared``.
         """
+        require_choice("the kind of snapshots", kind, SnapshotKind)
         self.kind: SnapshotKind = kind
         self.device = device or Device("cpu")
         self._limit_bytes = limit_bytes

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
+from verl_engine.contract.choices import require_choice
 from verl_engine.contract.errors import WeightsError
 from verl_engine.engine.snapshots.layout import Layout, spread_sample, weights_checksum
 from verl_engine.engine.snapshots.memory import SnapshotKind, SnapshotMemory
@@ -39,6 +40,8 @@ class WeightSnapshot:
             memory: where it takes its slot from; by default from a memory of its own.
             kind: of the slot; by default that of the memory.
             label: what messages call it; by default ``tag 'name'``.
+        Raises:
+            ConfigError: `kind` is neither ``private`` nor ``shared``.
         """
         self.tag = tag
         self.version = 0
@@ -49,7 +52,8 @@ class WeightSnapshot:
         """That of the engine during a call of `store` or `copy_into`. None: whether weights changed is not known."""
         self._label = label or f"tag {tag!r}"
         self._memory = memory or SnapshotMemory()
-        self._kind = kind or self._memory.kind
+        self._kind = self._memory.kind if kind is None else kind
+        require_choice("the kind of a snapshot", self._kind, SnapshotKind)
         self._slot: Slot | None = None
         self._source: _Source | None = None
         self._checksum: tuple[dict[str, torch.Tensor], int] | None = None

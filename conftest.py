@@ -1,9 +1,10 @@
-"""How all tests of the repository are run: in which order, in which of two workers, and what the end says of them."""
+"""How all tests of the repository are run: their order, the two workers, the summary; fixtures of several folders."""
 
 from __future__ import annotations
 
 import re
 import signal
+import sys
 from collections import Counter, defaultdict
 from functools import cache
 from itertools import combinations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 _ROOT = Path(__file__).parent
 _ORDER = ("ranks", "jobs")
@@ -23,8 +24,20 @@ _REPETITION = "__pytest_repeat_step_number"
 
 
 def pytest_configure() -> None:
-    """Start what tests start with SIGHUP in force: under nohup it is ignored, which processes inherit."""
+    """Let SIGHUP end the processes that tests start: under nohup it is ignored, and they would inherit that."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Give a folder first on ``sys.path``, to write distributions into; modules imported from it are forgotten."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    yield folder
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests that are marked are left out

@@ -18,20 +18,9 @@ from verl_engine.host.kinds import all_kinds, find_kind
 from verl_engine.host.loading import load_plugin
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 KINDS = ("backend", "observer", "command", "kind", "rollout")
-
-
-@pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    folder = tmp_path / "site"
-    folder.mkdir()
-    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
-    yield folder
-    for name in [name for name in sys.modules if name.startswith("toy_")]:
-        del sys.modules[name]
 
 
 def run(*arguments: str) -> int | str | None:

@@ -209,3 +209,30 @@ def test_a_window_that_is_in_the_mask_only_is_refused() -> None:
     attend(layer, packed_runs=RUNS, sliding_window=4)
     layer.layer_idx = 1  # type: ignore[assignment]
     attend(layer, packed_runs=RUNS)  # this layer has none
+
+
+@pytest.mark.parametrize("runs_alone", [True, False])
+def test_a_trial_that_would_run_too_many_weights_is_refused(runs_alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its first layers do not run alone all of them do, if they are few enough."""
+    model = build(transformers.Qwen3Config(**(TINY | {"num_hidden_layers": 4}), head_dim=8))
+
+    def count_layers(decoder: Any, *_: object) -> None:
+        if not runs_alone and len(decoder.layers) != 4:
+            raise IndexError("layer 3")
+
+    model.model.register_forward_pre_hook(count_layers)
+    num_weights = sum(parameter.numel() for parameter in model.parameters())
+    monkeypatch.setattr("verl_fsdp.model.trial._MOST_WEIGHTS", num_weights)
+    choose_attention(model, Fsdp2Config(learning_rate=1.0))
+    assert is_packed(model)
+    monkeypatch.setattr("verl_fsdp.model.trial._MOST_WEIGHTS", num_weights - 1)
+    if runs_alone:
+        choose_attention(model, Fsdp2Config(learning_rate=1.0))
+        monkeypatch.setattr("verl_fsdp.model.trial._MOST_WEIGHTS", 100)
+    why = (
+        "the layers up to the first of each kind" if runs_alone else r"all its layers .*alone fail: IndexError: layer 3"
+    )
+    with pytest.raises(ModelError, match=rf"Qwen3ForCausalLM cannot be tried .* {why}.* on the CPU, .* at most"):
+        choose_attention(model, Fsdp2Config(learning_rate=1.0))
+    assert model.training
+    assert len(model.model.layers) == 4

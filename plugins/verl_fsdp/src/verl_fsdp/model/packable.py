@@ -34,7 +34,7 @@ def choose_attention(model: PreTrainedModel, config: ShardedConfig) -> None:
         config: of the engine.
     Raises:
         ModelError: ``sequence_parallel_size`` needs packing, or does not divide the attention heads; or the model is
-            no causal one.
+            no causal one, or too large to be tried.
     """
     in_rows = "eager" if needs_eager(model.config) else model.config._attn_implementation  # noqa: SLF001 - no public access
     reason = why_not_packed(model) if config.packing else "engine.packing=false"

@@ -25,6 +25,13 @@ _LENGTHS: Final = (3, 70, 70)
 """Models that attend in chunks do so beyond 64 tokens."""
 _TOLERANCE: Final = 1e-4
 """Of the largest logit; rounding makes up 1e-6 of it, in float32."""
+_MOST_WEIGHTS: Final = 32 * 10**9
+"""That a trial runs: by estimate some minutes of a CPU, while other ranks wait. Up to its first layer with experts
+DeepSeek V3 has about 15 billion."""
+
+
+class _TooLargeError(ModelError):
+    """The model cannot be tried in reasonable time."""
 
 
 def tell_sequences_apart(model: PreTrainedModel, attention: str) -> str | None:
@@ -37,6 +44,8 @@ def tell_sequences_apart(model: PreTrainedModel, attention: str) -> str | None:
         model: with its weights. In a dtype shorter than float32 only whether it runs is looked at, for rounding alone
             may send tokens to other experts.
         attention: ours, for sequences end to end; or one of transformers', for one per row, padded on the right.
+    Raises:
+        ModelError: so many of its weights would have to run that it is not tried.
     """
     training = model.training
     model.eval()
@@ -44,9 +53,14 @@ def tell_sequences_apart(model: PreTrainedModel, attention: str) -> str | None:
         with torch.no_grad():
             try:
                 with _first_layers(model):
-                    return _trial(model, attention)
-            except Exception:  # noqa: BLE001 - it may count its layers, so all of them run
-                return _trial(model, attention)
+                    return _trial(model, attention, "the layers up to the first of each kind")
+            except _TooLargeError:
+                raise
+            except Exception as error:  # noqa: BLE001 - it may count its layers, so all of them run
+                why = f"all its layers (the first ones alone fail: {type(error).__name__}: {error})"
+                return _trial(model, attention, why)
+    except _TooLargeError:
+        raise
     except Exception as error:  # noqa: BLE001 - models raise all kinds where they are not made for this
         return str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
     finally:
@@ -54,7 +68,14 @@ def tell_sequences_apart(model: PreTrainedModel, attention: str) -> str | None:
         model.train(training)
 
 
-def _trial(model: PreTrainedModel, attention: str) -> str | None:
+def _trial(model: PreTrainedModel, attention: str, running: str) -> str | None:
+    num_weights = sum(parameter.numel() for parameter in model.parameters())
+    if num_weights > _MOST_WEIGHTS:
+        raise _TooLargeError(
+            f"{type(model).__name__} cannot be tried for whether it keeps sequences apart: that would run {running} on "
+            f"the CPU, {num_weights / 1e9:.3g} billion weights, and at most {_MOST_WEIGHTS / 1e9:.3g} are run; use a "
+            "smaller model of this kind, or another engine.backend"
+        )
     rows = _rows(model)
     _attend_by(model, "eager")
     alone = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in rows]

@@ -9,6 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from core.tests.expert_models import DEEPSEEK, SIZES
 from core.tests.test_module_engine import PlainEngine
 from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.engine.checkpoints.export import export_checkpoint
@@ -20,32 +21,11 @@ from verl_engine.engine.weights.held_dtypes import held_dtypes
 if TYPE_CHECKING:
     from pathlib import Path
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "num_experts_per_tok": 2,
-}
-DEEPSEEK: dict[str, Any] = {
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-}
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
 def write(folder: Path, model_type: str, **settings: Any) -> Path:
-    config = transformers.AutoConfig.for_model(model_type, **SIZES, **settings)
+    config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **settings})
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+from core.tests.expert_models import SIZES
 from verl_engine.testing.conformance.driver import Driver
 from verl_engine.testing.conformance.reference import make_sequences, masked_log_probs
 
@@ -16,19 +17,9 @@ if TYPE_CHECKING:
 
     from verl_engine.testing.rank_pool import RankPool
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "eos_token_id": 2,
-}
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 MODELS: dict[str, dict[str, Any]] = {
-    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 0},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0},
     "olmo_hybrid": {**LINEAR, "num_hidden_layers": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
 }
 WRAPPED = "_fsdp_wrapped_module."

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from core.tests.expert_models import DEEPSEEK, GROUPED_EXPERTS, SIZES
 from verl_engine.contract.engine_config import LoraConfig
 from verl_engine.contract.errors import ModelError
 from verl_engine.engine.train_mode import set_train_mode
@@ -21,37 +22,22 @@ from verl_fsdp.model.lora import inject_adapters, low_rank_exports, save_adapter
 if TYPE_CHECKING:
     from pathlib import Path
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_experts_per_tok": 2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 ATTENTION = {f"self_attn.{name}_proj" for name in "qkvo"}
 MLP = {f"{name}_proj" for name in ("gate", "up", "down")}
-LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-OF_DEEPSEEK = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 LATENT_ATTENTION = {
     f"self_attn.{name}" for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 }
 SHARED = {*(f"mlp.{name}" for name in MLP), *(f"mlp.shared_experts.{name}" for name in MLP)}
 FAMILIES: dict[str, tuple[dict[str, Any], set[str]]] = {
-    "glm4_moe": ({**OF_DEEPSEEK, "head_dim": 8}, ATTENTION | SHARED),
+    "glm4_moe": ({**GROUPED_EXPERTS, "head_dim": 8}, ATTENTION | SHARED),
     "qwen2_moe": (
         {"num_experts": 4, "shared_expert_intermediate_size": 16},
         ATTENTION | {f"mlp.shared_expert.{name}" for name in MLP} | {"mlp.shared_expert_gate"},
     ),
     "mixtral": ({"num_local_experts": 4}, ATTENTION),
     "qwen3_moe": ({"num_experts": 4, "head_dim": 8}, ATTENTION),
-    "deepseek_v2": ({**OF_DEEPSEEK, **LATENT, "num_key_value_heads": 4}, LATENT_ATTENTION | SHARED),
-    "deepseek_v3": ({**OF_DEEPSEEK, **LATENT, "num_key_value_heads": 4}, LATENT_ATTENTION | SHARED),
+    "deepseek_v2": (DEEPSEEK, LATENT_ATTENTION | SHARED),
+    "deepseek_v3": (DEEPSEEK, LATENT_ATTENTION | SHARED),
     "llama4_text": (
         {"num_local_experts": 4, "intermediate_size_mlp": 64, "head_dim": 8},
         ATTENTION | {f"feed_forward.shared_expert.{name}" for name in MLP},

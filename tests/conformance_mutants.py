@@ -76,7 +76,7 @@ class Mutant:
             for module in ("mutant_engines", "mutant_exports", "mutant_passes")
         ]
         engine_class = next(getattr(home, self._engine_class) for home in homes if hasattr(home, self._engine_class))
-        return engine_class(config, model_folder)
+        return engine_class.made(config, model_folder)
 
 
 class EagerSync(Mutant):
@@ -93,9 +93,8 @@ class DeafSync(Mutant):
 
     @hookimpl
     def engine_gradient_sync(self, engine: Any, is_last_micro_batch: bool) -> AbstractContextManager[None]:
-        from verl_fsdp.fsdp2.gradient_sync import gradient_sync
-
-        return gradient_sync(engine.model, reduce=is_last_micro_batch)
+        context: AbstractContextManager[None] = engine.passes.gradient_sync(reduce=is_last_micro_batch)
+        return context
 
 
 class UnclosedNoSync(Mutant):

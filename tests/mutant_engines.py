@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from verl_fsdp.fsdp2.engine import Fsdp2Engine
+from tests.fsdp2_engine import Fsdp2Engine
 from verl_fsdp.model.loading import load_model
 from verl_fsdp.update.grad_norm import clip_gradients, grad_norm
 
@@ -26,27 +26,32 @@ __all__ = ["Fsdp2Engine"]
 class WrongScale(Fsdp2Engine):
     """Forgets that fully_shard averages over the ranks."""
 
-    def __init__(self, config: Fsdp2Config, model_folder: Path) -> None:
-        super().__init__(config, model_folder)
-        self.gradient_divisor = 1
+    @classmethod
+    def made(cls, config: Fsdp2Config, model_folder: Path) -> Any:
+        engine = super().made(config, model_folder)
+        engine.gradient_divisor = 1
+        return engine
 
 
 class Bf16Accumulation(Fsdp2Engine):
     """Reduces, and so accumulates, in bfloat16."""
 
-    def __init__(self, config: Fsdp2Config, model_folder: Path) -> None:
+    @classmethod
+    def made(cls, config: Fsdp2Config, model_folder: Path) -> Any:
         dtype = getattr(torch, config.param_dtype)
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
         with mock.patch("verl_fsdp.fsdp2.parallelize.MixedPrecisionPolicy", return_value=policy):
-            super().__init__(config, model_folder)
+            return super().made(config, model_folder)
 
 
 class Fp16WithoutLossScale(Fsdp2Engine):
     """Computes in float16 as it would in bfloat16."""
 
-    def __init__(self, config: Fsdp2Config, model_folder: Path) -> None:
-        super().__init__(config, model_folder)
-        self.loss_scaler = None
+    @classmethod
+    def made(cls, config: Fsdp2Config, model_folder: Path) -> Any:
+        engine = super().made(config, model_folder)
+        engine.loss_scaler = None
+        return engine
 
 
 class LossScaleKept(Fsdp2Engine):
@@ -115,17 +120,20 @@ class SkipOnOneRank(Fsdp2Engine):
 class DecayedNorms(Fsdp2Engine):
     """Weight decay on norms and biases too."""
 
-    def __init__(self, config: Fsdp2Config, model_folder: Path) -> None:
-        super().__init__(config, model_folder)
-        for group in self.optimizer.param_groups:
+    @classmethod
+    def made(cls, config: Fsdp2Config, model_folder: Path) -> Any:
+        engine = super().made(config, model_folder)
+        for group in engine.optimizer.param_groups:
             group["weight_decay"] = config.weight_decay
+        return engine
 
 
 class VectorsNeverDecayed(Fsdp2Engine):
     """Leaves norms and biases without weight decay, whatever the config says."""
 
-    def __init__(self, config: Fsdp2Config, model_folder: Path) -> None:
-        super().__init__(config.model_copy(update={"decay_vectors": False}), model_folder)
+    @classmethod
+    def made(cls, config: Fsdp2Config, model_folder: Path) -> Any:
+        return super().made(config.model_copy(update={"decay_vectors": False}), model_folder)
 
 
 class CheckpointWithoutOptimizer(Fsdp2Engine):
@@ -265,45 +273,54 @@ class LeftInEvalMode(Fsdp2Engine):
 class RandomSeed(Fsdp2Engine):
     """Draws its own seed."""
 
-    def __init__(self, config: Fsdp2Config, model_folder: Path) -> None:
-        super().__init__(config, model_folder)
+    @classmethod
+    def made(cls, config: Fsdp2Config, model_folder: Path) -> Any:
+        engine = super().made(config, model_folder)
         torch.seed()
+        return engine
 
 
 class ValueOfTheTokenItself(Fsdp2Engine):
     """Takes values from the state after the token."""
 
-    def __init__(self, config: Fsdp2Config, model_folder: Path) -> None:
-        super().__init__(config, model_folder)
-        numbers = self.head.numbers
+    @classmethod
+    def made(cls, config: Fsdp2Config, model_folder: Path) -> Any:
+        engine = super().made(config, model_folder)
+        numbers = engine.model_forward.head.numbers
 
         def late(model: Any, run: Any, targets: torch.Tensor, temperature: Temperature) -> torch.Tensor:
-            return numbers(model, dataclasses.replace(run, columns=run.columns + 1), targets, temperature)
+            later = dataclasses.replace(run, columns=run.columns + 1)
+            values: torch.Tensor = numbers(model, later, targets, temperature)
+            return values
 
-        self.head.numbers = late  # type: ignore[method-assign] # that is what is wrong with it
+        engine.model_forward.head.numbers = late
+        return engine
 
 
 class HeadDropout(Fsdp2Engine):
     """Leaves the dropout before the last layer as transformers has it."""
 
-    def __init__(self, config: Fsdp2Config, model_folder: Path) -> None:
-        super().__init__(config, model_folder)
-        for module in self.module.modules():
+    @classmethod
+    def made(cls, config: Fsdp2Config, model_folder: Path) -> Any:
+        engine = super().made(config, model_folder)
+        for module in engine.module.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.1
+        return engine
 
 
 class CriticFromScratch(Fsdp2Engine):
     """Takes of a language model's folder the config only."""
 
-    def __init__(self, config: Fsdp2Config, model_folder: Path) -> None:
+    @classmethod
+    def made(cls, config: Fsdp2Config, model_folder: Path) -> Any:
         def forget(config: Fsdp2Config, model_folder: Path) -> Any:
             model = load_model(config, model_folder)
             is_read = not any(parameter.is_meta for parameter in model.parameters())
             return type(model)(model.config) if config.head == "value" and is_read else model
 
-        with mock.patch("verl_fsdp.engine.load_model", side_effect=forget):
-            super().__init__(config, model_folder)
+        with mock.patch("verl_fsdp.fsdp2.build.load_model", side_effect=forget):
+            return super().made(config, model_folder)
 
 
 class CriticSavedWithoutHead(Fsdp2Engine):

@@ -10,9 +10,9 @@ from unittest import mock
 
 import torch
 
+from tests.fsdp2_engine import Fsdp2Engine
 from verl_engine.engine.base import Engine, WeightSpec
 from verl_engine.engine.weights.module_weights import Exported, local_tensors
-from verl_fsdp.fsdp2.engine import Fsdp2Engine
 from verl_fsdp.model.loading import load_model
 
 if TYPE_CHECKING:
@@ -53,15 +53,17 @@ class StaleExport(Fsdp2Engine):
 class TieBroken(Fsdp2Engine):
     """The output layer is a copy of the embedding that nobody trains."""
 
-    def __init__(self, config: Fsdp2Config, model_folder: Path) -> None:
+    @classmethod
+    def made(cls, config: Fsdp2Config, model_folder: Path) -> Any:
         module = load_model(config, model_folder)
         is_tied = module.lm_head.weight is module.model.embed_tokens.weight
         if is_tied:
             module.lm_head.weight = torch.nn.Parameter(module.lm_head.weight.detach().clone(), requires_grad=False)
-        with mock.patch("verl_fsdp.engine.load_model", return_value=module):
-            super().__init__(config, model_folder)
+        with mock.patch("verl_fsdp.fsdp2.build.load_model", return_value=module):
+            engine = super().made(config, model_folder)
         if is_tied:
-            del self.parameters["lm_head.weight"]
+            del engine.parameters["lm_head.weight"]
+        return engine
 
 
 class TiedTwice(Fsdp2Engine):
@@ -100,9 +102,13 @@ class NoImport(Fsdp2Engine):
 class SavesWhatItLoaded(Fsdp2Engine):
     """Copies the folder that it was made from."""
 
-    def __init__(self, config: Fsdp2Config, model_folder: Path) -> None:
-        super().__init__(config, model_folder)
-        self._model_folder = model_folder
+    _model_folder: Path
+
+    @classmethod
+    def made(cls, config: Fsdp2Config, model_folder: Path) -> Any:
+        engine = super().made(config, model_folder)
+        engine._model_folder = model_folder
+        return engine
 
     def save_pretrained(self, folder: Path) -> None:
         super().save_pretrained(folder)
@@ -166,11 +172,13 @@ class NothingForwardOnly(Fsdp2Engine):
 class ForwardOnlyRounded(Fsdp2Engine):
     """Keeps a reference policy in bfloat16, whatever is configured."""
 
-    def __init__(self, config: Fsdp2Config, model_folder: Path) -> None:
-        super().__init__(config, model_folder)
+    @classmethod
+    def made(cls, config: Fsdp2Config, model_folder: Path) -> Any:
+        engine = super().made(config, model_folder)
         if config.forward_only:
-            for _, tensor in self.local_weights():
+            for _, tensor in engine.local_weights():
                 tensor.copy_(tensor.bfloat16())
+        return engine
 
 
 class ForwardOnlyNotRefreshed(Fsdp2Engine):
@@ -184,12 +192,13 @@ class ForwardOnlyNotRefreshed(Fsdp2Engine):
 class AnyLayers(Fsdp2Engine):
     """Takes names of layers that are not there for all-linear."""
 
-    def __init__(self, config: Fsdp2Config, model_folder: Path) -> None:
+    @classmethod
+    def made(cls, config: Fsdp2Config, model_folder: Path) -> Any:
         if config.lora is not None:
             config = config.model_copy(
                 update={"lora": config.lora.model_copy(update={"target_modules": ("all-linear",)})}
             )
-        super().__init__(config, model_folder)
+        return super().made(config, model_folder)
 
 
 class ShardsAtTheStart(Fsdp2Engine):
@@ -203,8 +212,9 @@ class ShardsAtTheStart(Fsdp2Engine):
 class ReplicasUnsaid(Fsdp2Engine):
     """Has the whole model on each rank, and says of every part that no other has it."""
 
-    def __init__(self, config: Fsdp2Config, model_folder: Path) -> None:
-        super().__init__(config.model_copy(update={"shard_ranks": 1}), model_folder)
+    @classmethod
+    def made(cls, config: Fsdp2Config, model_folder: Path) -> Any:
+        return super().made(config.model_copy(update={"shard_ranks": 1}), model_folder)
 
     def weight_shards(self) -> Iterator[WeightShard]:
         return (dataclasses.replace(shard, replicas=(), is_replica=False) for shard in super().weight_shards())

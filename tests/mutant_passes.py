@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tests.fsdp2_engine import Fsdp2Engine
 from verl_engine.engine.base import Engine, TokenOutput
 from verl_engine.engine.lr_schedule import lr_multiplier
-from verl_fsdp.fsdp2.engine import Fsdp2Engine
 
 if TYPE_CHECKING:
     from verl_engine.batch.packed import PackedBatch

@@ -7,11 +7,11 @@ import pkgutil
 from typing import TYPE_CHECKING, Annotated, get_args, get_origin
 
 import pytest
+from pydantic import BaseModel
 
 from docs.generate_config_reference import BACKENDS, PAGE, render
 from tests.repository import PACKAGES
 from verl_engine.contract.kinds import BACKEND
-from verl_engine.contract.strict_model import StrictModel
 from verl_engine.host.catalog import list_plugins
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ for name in OURS:
             importlib.import_module(module.name)
 
 
-def config_classes(root: type[StrictModel] = StrictModel) -> Iterator[type[StrictModel]]:
+def config_classes(root: type[BaseModel] = BaseModel) -> Iterator[type[BaseModel]]:
     for subclass in root.__subclasses__():
         # What is below `verl_engine.engine` describes files, such as a checkpoint's manifest, and not settings.
         if subclass.__module__.startswith("verl_") and not subclass.__module__.startswith("verl_engine.engine."):
@@ -33,7 +33,7 @@ def config_classes(root: type[StrictModel] = StrictModel) -> Iterator[type[Stric
 
 
 @pytest.mark.parametrize("config_class", list(config_classes()), ids=lambda config_class: config_class.__name__)
-def test_every_setting_is_described(config_class: type[StrictModel]) -> None:
+def test_every_setting_is_described(config_class: type[BaseModel]) -> None:
     assert config_class.__doc__
     # A job's sections are described by their own classes.
     is_job = config_class.__name__.endswith("Job")
@@ -42,7 +42,7 @@ def test_every_setting_is_described(config_class: type[StrictModel]) -> None:
 
 
 @pytest.mark.parametrize("config_class", list(config_classes()), ids=lambda config_class: config_class.__name__)
-def test_every_setting_is_in_the_reference(config_class: type[StrictModel]) -> None:
+def test_every_setting_is_in_the_reference(config_class: type[BaseModel]) -> None:
     page = PAGE.read_text(encoding="utf-8")
     missing = [name for name in config_class.model_fields if f".{name}` |" not in page and f"| `{name}` |" not in page]
     assert missing == []
@@ -68,7 +68,7 @@ def integers_without_bound(annotation: object, metadata: tuple[object, ...]) -> 
 
 @pytest.mark.fault(22)
 @pytest.mark.parametrize("config_class", list(config_classes()), ids=lambda config_class: config_class.__name__)
-def test_every_integer_has_an_upper_bound(config_class: type[StrictModel]) -> None:
+def test_every_integer_has_an_upper_bound(config_class: type[BaseModel]) -> None:
     handed_on = {"features"}  # to a framework, by its own names
     fields = {name: field for name, field in config_class.model_fields.items() if name not in handed_on}
     without = [name for name, field in fields.items() if integers_without_bound(field.annotation, (*field.metadata,))]

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
+MAX_DEPTH = 3
+"""Of inheritance among classes of ours."""
 DRAWERS = {"utils.py", "util.py", "helpers.py", "helper.py", "common.py", "misc.py"}
 # Folders of one machine or person have no place in a file that all share.
 MACHINE_PATHS = re.compile(r"(?<![\w.])/(?:root|work|home/\w+)/")
@@ -70,6 +72,21 @@ def test_nothing_asks_whether_code_of_a_model_folder_may_run() -> None:
         for path, call in calls
         if not told.items() <= {word.arg: ast.unparse(word.value) for word in call.keywords}.items()
     ] == []
+
+
+@pytest.mark.parametrize("first", ["Engine", "EngineConfig"])
+def test_engines_and_their_configs_are_made_of_parts_and_not_by_long_inheritance(first: str) -> None:
+    bases = {node.name: [ast.unparse(base) for base in node.bases] for path in source_files() for node in classes(path)}
+
+    def depth(kind: str) -> int:
+        return 1 + max(map(depth, bases[kind]), default=0) if kind in bases else 0
+
+    def is_derived(kind: str) -> bool:
+        return kind == first or any(map(is_derived, bases.get(kind, [])))
+
+    depths = {kind: depth(kind) for kind in bases if is_derived(kind)}
+    assert len(depths) > 3
+    assert max(depths.values()) == MAX_DEPTH, depths
 
 
 def test_every_error_says_what_it_means() -> None:

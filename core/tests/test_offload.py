@@ -11,6 +11,7 @@ import torch
 from verl_engine.contract.errors import UnsupportedError
 from verl_engine.engine.device import Device
 from verl_engine.engine.offload import PARTS, GradientSlot, Offload
+from verl_engine.engine.weights.engine_weights import EngineWeights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,7 +40,7 @@ class Moved:
     def __init__(self) -> None:
         self.module = Tied()
         self.optimizer = torch.optim.AdamW(self.module.parameters())
-        self.offload = Offload(self.module, self.optimizer, Device("cpu"))
+        self.offload = Offload(EngineWeights(self.module), self.optimizer, Device("cpu"))
         self.backward()
         self.optimizer.step()
 
@@ -165,7 +166,7 @@ def test_from_a_gpu_each_part_goes_to_pinned_memory_and_its_own_memory_is_freed(
     optimizer = torch.optim.AdamW(module.parameters())
     module(torch.ones(1, 1024, device="cuda")).sum().backward()
     optimizer.step()
-    offload = Offload(module, optimizer, Device("cuda", torch.cuda.current_device()))
+    offload = Offload(EngineWeights(module), optimizer, Device("cuda", torch.cuda.current_device()))
     values = [parameter.detach().cpu() for parameter in module.parameters()]
     held = torch.cuda.memory_allocated()
     for part in PARTS:

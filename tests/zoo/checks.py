@@ -145,7 +145,7 @@ def _check_training(subject: Subject, **settings: Any) -> bool:
             difference = size if own_gradient is None else float((own_gradient - right).abs().max())
             within = difference <= GRADIENT_TOLERANCE * max(size, 0.01 * largest)
             require(within, f"gradient of {name} is off by {difference:.1e} of {size:.1e}")
-        return bool(engine.is_packed)
+        return bool(engine.model_forward.is_packed)
 
 
 def check_saved(subject: Subject) -> str:

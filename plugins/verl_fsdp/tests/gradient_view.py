@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from verl_fsdp.fsdp1.engine import Fsdp1Engine
+from verl_fsdp.fsdp1.weights import FlatWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -14,15 +14,22 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
     from verl_fsdp.engine import ShardedEngine
+    from verl_fsdp.fsdp1.flat_unit import FlatUnit
+
+
+def units_of(engine: ShardedEngine) -> list[FlatUnit]:
+    """Return FSDP1's flat tensors of an engine."""
+    assert isinstance(engine.weights, FlatWeights)
+    return engine.weights.units
 
 
 def whole_gradients(engine: ShardedEngine) -> dict[str, torch.Tensor]:
     """Return the gradient of what is trained, by name. Collectives: all-gathers."""
-    if not isinstance(engine, Fsdp1Engine):
+    if not isinstance(engine.weights, FlatWeights):
         gradients = {name: parameter.grad for name, parameter in engine.parameters.items()}
         return {name: cast("DTensor", grad).full_tensor() for name, grad in gradients.items() if grad is not None}
     found: dict[str, torch.Tensor] = {}
-    for unit in engine.weights.units:
+    for unit in units_of(engine):
         local = torch.zeros_like(unit.local, dtype=torch.float32)
         trained = [member for member in unit.members if member.parameter.requires_grad]
         for member in trained:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from plugins.verl_fsdp.tests.gradient_view import look_instead_of_stepping, whole_gradients
+from plugins.verl_fsdp.tests.gradient_view import look_instead_of_stepping, units_of, whole_gradients
 from verl_engine.batch.packed import PackedBatch
 from verl_engine.engine.micro_batch_pass import MicroBatchPass
 from verl_engine.testing.conformance.collectives import ReductionCounter
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from verl_engine.engine.train_step import StepReport
     from verl_engine.testing.rank_pool import RankPool
     from verl_engine.testing.rank_pools import RankPools
-    from verl_fsdp.fsdp1.engine import Fsdp1Engine
+    from verl_fsdp.engine import ShardedEngine
 
 pytestmark = pytest.mark.dist
 
@@ -59,11 +59,11 @@ def two_ranks(rank_pools: RankPools) -> RankPool:
     return rank_pools.get(2)
 
 
-def build(rank: int, folder: Path, settings: dict[str, Any], num_ranks: int = 2) -> tuple[Driver, Fsdp1Engine]:
+def build(rank: int, folder: Path, settings: dict[str, Any], num_ranks: int = 2) -> tuple[Driver, ShardedEngine]:
     """Build an engine that clips nothing."""
     section = {"backend": "fsdp", "learning_rate": 1e-3, "device": "cpu", "max_grad_norm": 1e9, **settings}
     driver = Driver(section, folder, rank, num_ranks)
-    return driver, cast("Fsdp1Engine", driver.engine)
+    return driver, cast("ShardedEngine", driver.engine)
 
 
 def plain_gradient(folder: Path, sequences: list[Sequence]) -> dict[str, torch.Tensor]:
@@ -210,7 +210,7 @@ def step_poisoned(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[St
     driver.train(make_sequences(8))
     before = driver.weights()
     report = driver.step(driver.share(make_sequences(8, seed=1)), Poisoned(1))
-    has_gradient = any(unit.handle.flat_param.grad is not None for unit in engine.weights.units)
+    has_gradient = any(unit.handle.flat_param.grad is not None for unit in units_of(engine))
     return report, differences(driver.weights(), before), has_gradient
 
 

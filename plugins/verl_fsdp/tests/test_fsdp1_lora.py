@@ -8,13 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plugins.verl_fsdp.tests.gradient_view import look_instead_of_stepping
+from plugins.verl_fsdp.tests.gradient_view import look_instead_of_stepping, units_of
 from verl_engine.contract.errors import UnsupportedError
 from verl_engine.engine.base import WeightShard
 from verl_engine.engine.weights.shards import assemble_weights
 from verl_engine.testing.conformance.driver import Driver, same
 from verl_engine.testing.conformance.reference import make_sequences, relative_error
 from verl_engine.testing.tiny_models import write_tiny_model
+from verl_fsdp.fsdp1.weight_table import clean_name
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from verl_engine.testing.rank_pool import RankPool
     from verl_engine.testing.rank_pools import RankPools
     from verl_fsdp.engine import ShardedEngine
-    from verl_fsdp.fsdp1.engine import Fsdp1Engine
 
 pytestmark = pytest.mark.dist
 
@@ -111,8 +111,8 @@ def parameters_after_two_steps(rank: int, folder: Path) -> tuple[dict[str, torch
     driver = build(rank, folder, lora=LORA, shard_ranks=1)
     for seed in range(2):
         driver.train(make_sequences(8, seed=seed))
-    engine = cast("Fsdp1Engine", driver.engine)
-    held = engine.shards()
+    engine = cast("ShardedEngine", driver.engine)
+    held = {clean_name(name): parameter for name, parameter in engine.model.named_parameters()}
     return driver.weights(), [name for name, own in engine.parameters.items() if held.get(name) is not own]
 
 
@@ -178,8 +178,8 @@ def test_a_critic_says_what_fsdp2s_says(model_folder: Path, two_ranks: RankPool)
 
 
 def held_bytes(rank: int, folder: Path) -> tuple[int, int]:
-    engine = cast("Fsdp1Engine", build(rank, folder, lora=LORA).engine)
-    blocks = [unit for unit in engine.weights.units if any("layers" in member.name for member in unit.members)]
+    engine = cast("ShardedEngine", build(rank, folder, lora=LORA).engine)
+    blocks = [unit for unit in units_of(engine) if any("layers" in member.name for member in unit.members)]
     return engine.sync.last_bytes, sum(unit.numel for unit in blocks) * 4
 
 

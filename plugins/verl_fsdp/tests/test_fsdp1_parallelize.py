@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from plugins.verl_fsdp.tests.gradient_view import units_of
 from verl_engine.testing.conformance.driver import Driver
 from verl_engine.testing.conformance.reference import load_reference, make_sequences
 from verl_engine.testing.tiny_models import write_tiny_model
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from verl_engine.testing.rank_pool import RankPool
     from verl_engine.testing.rank_pools import RankPools
-    from verl_fsdp.fsdp1.engine import Fsdp1Engine
+    from verl_fsdp.engine import ShardedEngine
 
 pytestmark = pytest.mark.dist
 
@@ -29,18 +30,18 @@ def two_ranks(rank_pools: RankPools) -> RankPool:
     return rank_pools.get(2)
 
 
-def build(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[Driver, Fsdp1Engine]:
+def build(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[Driver, ShardedEngine]:
     section = {"backend": "fsdp", "learning_rate": 1e-3, "device": "cpu", **settings}
     driver = Driver(section, folder, rank, dist.get_world_size())
-    return driver, cast("Fsdp1Engine", driver.engine)
+    return driver, cast("ShardedEngine", driver.engine)
 
 
 def strategies(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[set[str], list[str], float]:
     """Return the strategy of all wrapped modules, their classes, and the fraction of the weights that this rank has."""
     _, engine = build(rank, folder, settings)
     modules = FullyShardedDataParallel.fsdp_modules(engine.model)
-    own = sum(unit.local.numel() for unit in engine.weights.units)
-    whole = sum(unit.numel for unit in engine.weights.units)
+    own = sum(unit.local.numel() for unit in units_of(engine))
+    whole = sum(unit.numel for unit in units_of(engine))
     return (
         {module.sharding_strategy.name for module in modules},
         [type(module.module).__name__ for module in modules],

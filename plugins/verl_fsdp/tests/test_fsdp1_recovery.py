@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import pytest
 
-from plugins.verl_fsdp.tests.gradient_view import look_instead_of_stepping
+from plugins.verl_fsdp.tests.gradient_view import look_instead_of_stepping, units_of
 from verl_engine.testing.conformance.driver import Driver
 from verl_engine.testing.conformance.reference import (
     make_sequences,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from verl_engine.engine.base import TokenOutput
     from verl_engine.testing.rank_pool import RankPool
     from verl_engine.testing.rank_pools import RankPools
-    from verl_fsdp.fsdp1.engine import Fsdp1Engine
+    from verl_fsdp.engine import ShardedEngine
 
 NUM_SEQUENCES: Final = 12
 SETTINGS: Final[dict[str, dict[str, Any]]] = {
@@ -56,7 +56,7 @@ class Abandoning:
         return weighted_loss(output, batch)
 
 
-def interrupt(engine: Fsdp1Engine, where: str, at: int) -> list[Any]:
+def interrupt(engine: ShardedEngine, where: str, at: int) -> list[Any]:
     """Let the second block raise in the forward or the backward of one micro-batch; return the hooks' handles."""
     trunk = cast("Any", engine.module).model
     block = trunk.layers[1].module
@@ -84,7 +84,7 @@ def errors_after_abandoning(rank: int, folder: Path, num_ranks: int, setting: di
     """Return, for each place and micro-batch that a step was abandoned at, how wrong the next gradients are."""
     section = {"backend": "fsdp", "learning_rate": 1e-3, "device": "cpu", "max_grad_norm": 1e9, **setting}
     driver = Driver(section, folder, rank, num_ranks)
-    engine = cast("Fsdp1Engine", driver.engine)
+    engine = cast("ShardedEngine", driver.engine)
     sequences = make_sequences(NUM_SEQUENCES)
     expected = reference_gradient(folder, sequences)
     found = look_instead_of_stepping(engine)
@@ -103,9 +103,9 @@ def errors_after_abandoning(rank: int, folder: Path, num_ranks: int, setting: di
     return errors
 
 
-def nothing_left(engine: Fsdp1Engine) -> None:
+def nothing_left(engine: ShardedEngine) -> None:
     """Check that no gradient and nothing gathered is alive after an abandoned step."""
-    for unit in engine.weights.units:
+    for unit in units_of(engine):
         flat = unit.handle.flat_param
         assert flat.grad is None
         assert not hasattr(flat, "_saved_grad_shard")
@@ -144,7 +144,7 @@ def run_after_failed_inference(rank: int, folder: Path, setting: dict[str, Any])
     """Return how far log-probs and a gradient are off after an inference that failed in the middle."""
     section = {"backend": "fsdp", "learning_rate": 1e-3, "device": "cpu", "max_grad_norm": 1e9, **setting}
     driver = Driver(section, folder, rank, 2)
-    engine = cast("Fsdp1Engine", driver.engine)
+    engine = cast("ShardedEngine", driver.engine)
     sequences = make_sequences(NUM_SEQUENCES)
     before = driver.infer(sequences)
     hooks = interrupt(engine, "forward", 0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plugins.verl_fsdp.tests.gradient_view import look_instead_of_stepping
+from plugins.verl_fsdp.tests.gradient_view import look_instead_of_stepping, units_of
 from verl_engine.contract.errors import UnsupportedError, WeightsError
 from verl_engine.engine.base import WeightShard, WeightSpec
 from verl_engine.engine.weights.shards import assemble_weights
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from verl_engine.testing.rank_pool import RankPool
     from verl_engine.testing.rank_pools import RankPools
-    from verl_fsdp.fsdp1.engine import Fsdp1Engine
+    from verl_fsdp.engine import ShardedEngine
 
 pytestmark = pytest.mark.dist
 
@@ -32,10 +32,10 @@ def two_ranks(rank_pools: RankPools) -> RankPool:
     return rank_pools.get(2)
 
 
-def build(rank: int, folder: Path, num_ranks: int = 2, **settings: Any) -> tuple[Driver, Fsdp1Engine]:
+def build(rank: int, folder: Path, num_ranks: int = 2, **settings: Any) -> tuple[Driver, ShardedEngine]:
     """Build an engine with a rate at which a step shows."""
     driver = Driver({"backend": "fsdp", "learning_rate": 1e-2, "device": "cpu", **settings}, folder, rank, num_ranks)
-    return driver, cast("Fsdp1Engine", driver.engine)
+    return driver, cast("ShardedEngine", driver.engine)
 
 
 def describe(rank: int, folder: Path) -> tuple[list[tuple[str, tuple[int, ...], str]], list[str], list[str]]:
@@ -72,7 +72,7 @@ def count_gathers(rank: int, folder: Path) -> tuple[int, int, int]:
         patch.setattr(dist, "all_gather_single", counted)
         for _ in engine.full_weights(names):
             pass
-    return len(sizes), max(sizes), max(unit.numel for unit in engine.weights.units)
+    return len(sizes), max(sizes), max(unit.numel for unit in units_of(engine))
 
 
 @pytest.mark.skipif(not hasattr(dist, "all_gather_single"), reason="older torch has another name for it")
@@ -202,13 +202,13 @@ def move_flat_tensors(rank: int, folder: Path, settings: dict[str, Any]) -> str:
     for to_cpu in (False, True):  # on the CPU there is nothing to copy: copy all the same
         offload._to_host = offload._to_device = lambda tensor: tensor.clone()
         engine.move(to_cpu=to_cpu)
-    away = [unit.local for unit in engine.weights.units]
+    away = [unit.local for unit in units_of(engine)]
     kept = driver.snapshots().save("away")
     with pytest.raises(UnsupportedError, match="were moved to the CPU"):
         driver.infer(make_sequences(2))
     engine.zero_grad()
     engine.move(to_cpu=False)
-    for unit, former in zip(engine.weights.units, away, strict=True):
+    for unit, former in zip(units_of(engine), away, strict=True):
         assert unit.local.data_ptr() != former.data_ptr()
     assert same(driver.weights(), before)
     assert kept.num_bytes == driver.snapshots().save("back").num_bytes
@@ -237,7 +237,7 @@ def move_gradients(rank: int, folder: Path, settings: dict[str, Any]) -> str:
         if is_moved:
             forward = engine.forward
 
-            def moving(*args: Any, engine: Fsdp1Engine = engine, forward: Any = forward) -> Any:
+            def moving(*args: Any, engine: ShardedEngine = engine, forward: Any = forward) -> Any:
                 engine.move(to_cpu=True)
                 offload: Any = engine._offload
                 offload._to_host = offload._to_device = lambda tensor: tensor.clone()

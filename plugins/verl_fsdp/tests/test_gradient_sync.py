@@ -17,7 +17,7 @@ from verl_engine.testing.conformance.reference import (
     relative_error,
     weighted_loss,
 )
-from verl_fsdp.fsdp2.gradient_sync import fsdp_modules
+from verl_fsdp.fsdp2.passes import fsdp_modules
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from verl_engine.engine.base import TokenOutput
     from verl_engine.testing.rank_pool import RankPool
     from verl_engine.testing.rank_pools import RankPools
-    from verl_fsdp.fsdp2.engine import Fsdp2Engine
+    from verl_fsdp.engine import ShardedEngine
     from verl_fsdp.update.held_gradients import SyncChoice
 
 pytestmark = pytest.mark.dist
@@ -53,11 +53,11 @@ def build(rank: int, folder: Path, settings: dict[str, Any], world_size: int = 2
     return Driver(section, folder, rank, world_size)
 
 
-def engine_of(driver: Driver) -> Fsdp2Engine:
-    return cast("Fsdp2Engine", driver.engine)
+def engine_of(driver: Driver) -> ShardedEngine:
+    return cast("ShardedEngine", driver.engine)
 
 
-def gathered(engine: Fsdp2Engine) -> list[str]:
+def gathered(engine: ShardedEngine) -> list[str]:
     """Name the modules whose parameters are not sharded."""
     found = []
     for module in fsdp_modules(cast("Any", engine.model)):
@@ -167,7 +167,7 @@ def gradient_on_rank(
     return read_gradient(build(rank, folder, settings, world_size), num_micro_batches)
 
 
-def reshard_settings(engine: Fsdp2Engine) -> list[Any]:
+def reshard_settings(engine: ShardedEngine) -> list[Any]:
     """Return to how many ranks each set of parameters reshards after the forward, and the other switches."""
     found: list[Any] = []
     for module in fsdp_modules(cast("Any", engine.model)):

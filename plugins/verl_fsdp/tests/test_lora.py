@@ -370,7 +370,7 @@ def test_a_value_head_is_trained_whole_beside_the_adapter(
 
 WITHOUT = """
 import sys
-import verl_fsdp.hooks, verl_fsdp.fsdp2.engine
+import verl_fsdp.hooks, verl_fsdp.fsdp2.build
 print("peft" in sys.modules)
 sys.modules["peft"] = None
 from verl_fsdp.model.lora import import_peft

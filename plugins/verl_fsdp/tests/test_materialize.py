@@ -124,7 +124,7 @@ def held_while_sharding(rank: int, folder: Path) -> list[int]:
 
     with (
         mock.patch("verl_fsdp.fsdp2.parallelize.fully_shard", watched),
-        mock.patch("verl_fsdp.engine.load_model", loaded),
+        mock.patch("verl_fsdp.fsdp2.build.load_model", loaded),
     ):
         Driver(SECTION, folder, rank, 2)
     return [*held, whole_bytes(models[0])]

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
     from verl_engine.testing.rank_pool import RankPool
     from verl_engine.testing.rank_pools import RankPools
-    from verl_fsdp.fsdp2.engine import Fsdp2Engine
+    from verl_fsdp.engine import ShardedEngine
 
 MOVED_MIDWAY: Final = [{}, {"param_dtype": "bfloat16"}, {"gradient_sync": "every_micro_batch"}]
 
 
-def build(rank: int, folder: Path, **settings: Any) -> tuple[Driver, Fsdp2Engine]:
+def build(rank: int, folder: Path, **settings: Any) -> tuple[Driver, ShardedEngine]:
     section = {"backend": "fsdp2", "learning_rate": 1e-2, "device": "cpu", **settings}
     driver = Driver(section, folder, rank, 2)
-    return driver, cast("Fsdp2Engine", driver.engine)
+    return driver, cast("ShardedEngine", driver.engine)
 
 
 def copies_as_between_devices() -> Any:
@@ -79,7 +79,7 @@ def test_gradients_moved_in_the_middle_of_an_accumulation_come_back(
     ranks.run(moved_between_micro_batches, model_folder, settings)
 
 
-def storages(engine: Fsdp2Engine) -> list[tuple[int, int]]:
+def storages(engine: ShardedEngine) -> list[tuple[int, int]]:
     """Where the shards are, and where fully_shard thinks they are."""
     found = []
     for module in engine.model.modules():
@@ -296,7 +296,7 @@ def test_no_tensor_of_a_snapshot_is_a_live_one_on_the_cpu(model_folder: Path, ra
 def moved_on_gpu(rank: int, folder: Path) -> None:
     section = {"backend": "fsdp2", "learning_rate": 1e-2, "device": "cuda"}
     moved, stayed = (Driver(section, folder, rank, 1) for _ in range(2))
-    engine = cast("Fsdp2Engine", moved.engine)
+    engine = cast("ShardedEngine", moved.engine)
     for driver in (moved, stayed):
         driver.train(make_sequences(8, seed=1))
     torch.cuda.synchronize()
@@ -330,7 +330,7 @@ def test_moving_frees_the_gpu_and_training_goes_on_bit_for_bit(model_folder: Pat
 def offloaded_on_gpu(rank: int, folder: Path) -> None:
     section = {"backend": "fsdp2", "learning_rate": 1e-2, "device": "cuda", "cpu_offload": True}
     driver = Driver(section, folder, rank, 1)
-    engine = cast("Fsdp2Engine", driver.engine)
+    engine = cast("ShardedEngine", driver.engine)
     report = driver.train(make_sequences(8))
     assert report.optimizer.applied
     assert all(parameter.device.type == "cpu" for parameter in engine.parameters.values())

@@ -13,8 +13,8 @@ import transformers
 from verl_engine.batch.packed import SegmentRun
 from verl_engine.contract.errors import ModelError
 from verl_fsdp.config import Fsdp2Config
-from verl_fsdp.forward.attention import packed_attention
-from verl_fsdp.model.packable import check_heads, choose_attention, is_packed, why_not_packed
+from verl_fsdp.forward.attention import is_packed, packed_attention
+from verl_fsdp.model.packable import check_heads, choose_attention, why_not_packed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from verl_engine.testing.rank_pool import RankPool
     from verl_engine.testing.rank_pools import RankPools
-    from verl_fsdp.fsdp2.engine import Fsdp2Engine
+    from verl_fsdp.engine import ShardedEngine
 
 TOLERANCE: Final = 2e-6
 NUM_SEQUENCES: Final = 12
@@ -45,13 +45,13 @@ def four_ranks(rank_pools: RankPools) -> RankPool:
     return rank_pools.get(4)
 
 
-def build(rank: int, folder: Path, world_size: int, **settings: Any) -> tuple[Driver, Fsdp2Engine]:
+def build(rank: int, folder: Path, world_size: int, **settings: Any) -> tuple[Driver, ShardedEngine]:
     section = {"backend": "fsdp2", "learning_rate": 1e-3, "device": "cpu", "max_grad_norm": 1e9, **settings}
     driver = Driver(section, folder, rank, world_size)
-    return driver, cast("Fsdp2Engine", driver.engine)
+    return driver, cast("ShardedEngine", driver.engine)
 
 
-def full_gradients(engine: Fsdp2Engine) -> dict[str, torch.Tensor]:
+def full_gradients(engine: ShardedEngine) -> dict[str, torch.Tensor]:
     return {
         name.replace("base_layer.", ""): cast("Any", parameter.grad).full_tensor()
         for name, parameter in engine.parameters.items()

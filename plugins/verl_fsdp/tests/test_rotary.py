@@ -12,7 +12,7 @@ from verl_engine.contract.errors import ModelError
 from verl_engine.testing.conformance.driver import Driver
 from verl_engine.testing.conformance.reference import load_reference, make_sequences, masked_log_probs
 from verl_engine.testing.tiny_models import tiny_config
-from verl_fsdp.model.rotary import PositionUse, rotary_limit
+from verl_fsdp.forward.rotary import PositionUse, rotary_limit
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from verl_engine.testing.conformance.driver import Split
     from verl_engine.testing.rank_pools import RankPools
-    from verl_fsdp.fsdp2.engine import Fsdp2Engine
+    from verl_fsdp.engine import ShardedEngine
 
 TOLERANCE: Final = 2e-6
 TINY: Final[dict[str, Any]] = {
@@ -207,7 +207,7 @@ def gradients_on_rank(
 ) -> list[dict[str, torch.Tensor]]:
     """Return the whole gradient for each split, as the optimizer finds it."""
     driver = driver_on_rank(rank, folder, settings)
-    engine = cast("Fsdp2Engine", driver.engine)
+    engine = cast("ShardedEngine", driver.engine)
     found: list[dict[str, torch.Tensor]] = []
 
     def look_instead_of_stepping() -> None:

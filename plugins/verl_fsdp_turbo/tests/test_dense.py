@@ -21,13 +21,16 @@ from verl_engine.testing.conformance.reference import (
     relative_error,
 )
 from verl_engine.testing.tiny_models import write_tiny_model
-from verl_fsdp.fsdp2.gradient_sync import fsdp_modules, held_gradient_slots
+from verl_fsdp.fsdp2.passes import fsdp_modules
+from verl_fsdp_turbo.library import Library
+from verl_fsdp_turbo.library_config import library_config
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from verl_engine.testing.rank_pool import RankPool
-    from verl_fsdp_turbo.engine import TurboEngine
+    from verl_fsdp.engine import ShardedEngine
+    from verl_fsdp_turbo.config import FsdpTurboConfig
 
 TOLERANCE: Final = 1e-6
 # A larger eps than AdamW's own: a gradient of 0 but for rounding would else move its weight by a whole step.
@@ -141,8 +144,9 @@ def without_world_size(rank: int, folder: Path) -> tuple[float, float, bool]:
         patch.delenv("WORLD_SIZE")
         driver = build(rank, folder)
         norms.append(driver.train(make_sequences(4)).optimizer.grad_norm)
-        engine: Any = driver.engine
-        told = engine._library.build_config(engine._values)
+        engine = cast("ShardedEngine", driver.engine)
+        values = library_config(cast("FsdpTurboConfig", engine.config), 2, "cpu")
+        told = Library.load().build_config(values)
     parts = (told, told.distributed, told.distributed.fsdp_plan, told.memory)
     return norms[0], norms[1], all(map(dataclasses.is_dataclass, parts))
 
@@ -170,17 +174,14 @@ def test_sharded_modules_are_not_run_in_parts_that_other_ranks_may_have_fewer_of
 def held_bytes(rank: int, folder: Path, gradient_sync: str) -> tuple[int, int, int, dict[str, torch.Tensor]]:
     """Return bytes of gradients after the first of two micro-batches, both numbers of the formula, and the gradient."""
     driver = build(rank, folder, gradient_sync=gradient_sync)
-    engine = cast("TurboEngine", driver.engine)
+    engine = cast("ShardedEngine", driver.engine)
     found: list[int] = []
     plain = engine.gradient_sync
 
     def look(is_last_micro_batch: bool) -> Any:
         if is_last_micro_batch:
-            gradients = [parameter.grad for parameter in engine.parameters.values() if parameter.grad is not None]
+            gradients = [grad for slot in engine.gradient_slots() if (grad := slot.get()) is not None]
             local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
-            local += [
-                held for slot in held_gradient_slots(cast("Any", engine.model)) if (held := slot.get()) is not None
-            ]
             found.append(sum(tensor.nbytes for tensor in local))
         return plain(is_last_micro_batch=is_last_micro_batch)
 
@@ -215,7 +216,7 @@ def test_holding_gradients_back_changes_none_of_them_and_takes_the_bytes_of_the_
 def chosen_sync(rank: int, folder: Path) -> list[str]:
     budgets = (10**9, 1)
     return [
-        cast("TurboEngine", build(rank, folder, gradient_sync="auto", held_gradient_bytes=budget).engine).sync.mode
+        cast("ShardedEngine", build(rank, folder, gradient_sync="auto", held_gradient_bytes=budget).engine).sync.mode
         for budget in budgets
     ]
 
@@ -229,7 +230,7 @@ def offloaded(rank: int, folder: Path) -> list[bool]:
     cases: tuple[dict[str, Any], ...] = ({"offload_policy": True}, {"forward_only": True}, {})
     found = []
     for settings in cases:
-        model: Any = cast("TurboEngine", build(rank, folder, **settings).engine).model
+        model: Any = cast("ShardedEngine", build(rank, folder, **settings).engine).model
         groups: list[Any] = [module._get_fsdp_state()._fsdp_param_group for module in fsdp_modules(model)]
         found.append(all(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups))
     return found

@@ -31,17 +31,17 @@ def library(*, can_reset: bool) -> Any:
         init_parallel_state=lambda _: SimpleNamespace(get_group_size=lambda _: 1),
         reset_parallel_state=lambda: resets.append(True),
     )
-    return SimpleNamespace(can_reset=can_reset, state=state, resets=resets)
+    return SimpleNamespace(can_reset=can_reset, state=state, resets=resets, build_config=dict)
 
 
 def test_the_process_group_comes_first_since_the_library_would_start_one_over_hccl() -> None:
     with pytest.raises(PluginError, match="would start a process group of its own, over hccl"):
-        divide_ranks(library(can_reset=True), None, SIZES)
+        divide_ranks(library(can_reset=True), {"distributed": SIZES})
 
 
 def test_a_division_over_a_group_that_is_gone_is_made_anew(world: str) -> None:
     found = library(can_reset=True)
-    divide_ranks(found, None, SIZES)
+    divide_ranks(found, {"distributed": SIZES})
     assert found.resets == [True]
     assert parallel_state._made == [parallel_state._Made(SIZES, world)]
 
@@ -49,7 +49,7 @@ def test_a_division_over_a_group_that_is_gone_is_made_anew(world: str) -> None:
 @pytest.mark.usefixtures("world")
 def test_an_older_release_cannot_drop_a_division() -> None:
     with pytest.raises(UnsupportedError, match="a newer one has reset_parallel_state"):
-        divide_ranks(library(can_reset=False), None, SIZES)
+        divide_ranks(library(can_reset=False), {"distributed": SIZES})
 
 
 class State:

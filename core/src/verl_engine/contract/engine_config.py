@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from verl_engine.contract.bounded import Bytes, Count, CountOrZero, NonNegative, Positive, Ranks, Seed, Threads
-from verl_engine.contract.strict_model import StrictModel
+from verl_engine.contract.strict_model import STRICT, StrictModel, strict_schema
 
 
 class LoraConfig(StrictModel):
@@ -24,8 +24,11 @@ class LoraConfig(StrictModel):
     layer but the output layer."""
 
 
-class EngineConfig(StrictModel):
+class EngineConfig(BaseModel):
     """Fields that every backend understands."""
+
+    model_config = ConfigDict(frozen=True, **STRICT)
+    __get_pydantic_core_schema__ = classmethod(strict_schema)
 
     backend: str
     """Name of the engine backend, as ``verl-engine backends`` lists it."""

@@ -40,6 +40,23 @@ def _make_strict(part: Any) -> None:
             _make_strict(inner)
 
 
+STRICT: Final = ConfigDict(
+    extra="forbid",
+    use_attribute_docstrings=True,
+    validate_default=True,
+    allow_inf_nan=False,
+    protected_namespaces=(),
+)
+"""Unknown keys are refused; field docstrings become descriptions."""
+
+
+def strict_schema(_: type[BaseModel], source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    """Make scalars strict, wherever in a field's type they are; pydantic's ``strict`` refuses lists for tuples."""
+    schema = handler(source)
+    _make_strict(schema)
+    return schema
+
+
 class StrictModel(BaseModel):
     """Frozen; unknown keys and wrong types are refused; field docstrings become descriptions.
 
@@ -47,18 +64,5 @@ class StrictModel(BaseModel):
     float, a list for a tuple and a text for a path, since YAML has no other way to write them.
     """
 
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        use_attribute_docstrings=True,
-        validate_default=True,
-        allow_inf_nan=False,
-        protected_namespaces=(),
-    )
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Make scalars strict, wherever in a field's type they are; pydantic's ``strict`` refuses lists for tuples."""
-        schema = handler(source)
-        _make_strict(schema)
-        return schema
+    model_config = ConfigDict(frozen=True, **STRICT)  # mypy sees only what stands here
+    __get_pydantic_core_schema__ = classmethod(strict_schema)

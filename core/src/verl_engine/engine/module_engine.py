@@ -12,21 +12,13 @@ import torch
 from verl_engine.contract.errors import UnsupportedError
 from verl_engine.contract.optimizer_step import OptimizerStep
 from verl_engine.engine.base import DataParallel, Engine
-from verl_engine.engine.checkpoints.module import load_module_state, module_state
 from verl_engine.engine.lr_schedule import lr_multiplier
 from verl_engine.engine.offload import PARTS, GradientSlot, Offload
 from verl_engine.engine.train_mode import set_train_mode
+from verl_engine.engine.weights.engine_weights import EngineWeights
 from verl_engine.engine.weights.held_dtypes import held_dtypes
 from verl_engine.engine.weights.model_folder import ModelFolderWriter
-from verl_engine.engine.weights.module_weights import (
-    exported_tensors,
-    full_weights,
-    load_full_weights,
-    load_weight_shards,
-    local_tensors,
-    weight_shards,
-    weight_specs,
-)
+from verl_engine.engine.weights.module_weights import local_tensors, weight_specs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,7 +26,6 @@ if TYPE_CHECKING:
 
     from verl_engine.contract.engine_config import EngineConfig
     from verl_engine.engine.base import WeightShard, WeightSpec
-    from verl_engine.engine.checkpoints.module import Stateful
     from verl_engine.engine.device import Device
     from verl_engine.engine.loss_scaler import LossScaler
     from verl_engine.engine.weights.module_weights import Exported
@@ -59,6 +50,7 @@ class ModuleEngine(Engine):
         module: torch.nn.Module,
         data_parallel: DataParallel | None = None,
         optimizer: torch.optim.Optimizer | None = None,
+        weights: EngineWeights | None = None,
     ) -> None:
         """Take a model, move it to the device, and build its optimizer. No collectives.
 
@@ -69,14 +61,15 @@ class ModuleEngine(Engine):
             data_parallel: this rank's index; by default that of the only rank. Gradients are taken to be averaged over
                 the ranks; where they are summed, set ``gradient_divisor = 1`` afterwards.
             optimizer: of the module's parameters; by default AdamW as configured. A forward-only engine has none.
+            weights: an `EngineWeights` of a module that sharding has put in its place; then it is not moved.
         """
         self.config = config
         self.device = device
         self.data_parallel = data_parallel or DataParallel(rank=0, size=1, group=None)
         self.gradient_divisor = self.data_parallel.size
-        self.module = self.place(module)
-        # Between a forward and a backward a sharded module holds gathered parameters; these are the shards, always.
-        self.parameters = dict(module.named_parameters())
+        self.module = module
+        self.weights = weights or EngineWeights(module.to(device.torch_device))
+        self.parameters = self.weights.parameters
         self._folder_writer = ModelFolderWriter(module)
         self._held_dtypes: dict[torch.dtype, Mapping[str, torch.dtype]] = {}
         if config.forward_only:
@@ -98,10 +91,6 @@ class ModuleEngine(Engine):
         if self._optimizer is None:
             raise UnsupportedError("engine.forward_only=true: this engine has no optimizer and cannot train")
         return self._optimizer
-
-    def place(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Move the whole module to the device; overridden where it was put in its place when it was sharded."""
-        return module.to(self.device.torch_device)
 
     @abstractmethod
     def clip_gradients(self) -> torch.Tensor:
@@ -147,7 +136,7 @@ class ModuleEngine(Engine):
 
     def set_training(self, training: bool) -> None:
         """Switch between train and eval mode."""
-        set_train_mode(self.module, training=training, dropout=self.config.dropout == "model")
+        set_train_mode(self.weights.module, training=training, dropout=self.config.dropout == "model")
 
     def local_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what a snapshot holds; see the base class."""
@@ -156,15 +145,11 @@ class ModuleEngine(Engine):
             for name, parameter in self.parameters.items()
             if parameter.requires_grad or self.config.forward_only
         )
-        return local_tensors((*changing, *self.buffers()))
-
-    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all buffers, live; overridden where their names differ from the model's."""
-        return self.module.named_buffers()
+        return local_tensors((*changing, *self.weights.named_buffers()))
 
     def exported(self) -> dict[str, Exported]:
         """Say what each exported weight is made of, by name; overridden where names differ or adapters add to it."""
-        return exported_tensors(self.module, self.parameters)
+        return self.weights.exported()
 
     def weight_specs(self) -> list[WeightSpec]:
         """List the exported weights."""
@@ -178,7 +163,7 @@ class ModuleEngine(Engine):
 
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield full weights; see the base class."""
-        return full_weights(self.exported(), names)
+        return self.weights.full(self.exported(), names)
 
     def load_full_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take full weights; see the base class. No collectives.
@@ -187,7 +172,7 @@ class ModuleEngine(Engine):
             UnsupportedError: there are adapters: what comes is merged, and cannot be taken apart.
         """
         try:
-            load_full_weights(self.exported(), weights)
+            self.weights.load_full(self.exported(), weights)
         finally:
             self.note_weights_changed()  # those before a misfit are in
 
@@ -196,12 +181,12 @@ class ModuleEngine(Engine):
 
         Collectives: none; with adapters, two all-gathers each, of their small matrices.
         """
-        return weight_shards(self.exported())
+        return self.weights.shards(self.exported())
 
     def load_weight_shards(self, shards: Iterable[WeightShard]) -> None:
         """Take this rank's shards; see the base class, and `load_full_weights`."""
         try:
-            load_weight_shards(self.exported(), shards)
+            self.weights.load_shards(self.exported(), shards)
         finally:
             self.note_weights_changed()
 
@@ -217,7 +202,7 @@ class ModuleEngine(Engine):
         none.
         """
         if self._offload is None:
-            self._offload = Offload(self.module, self._optimizer, self.device)
+            self._offload = Offload(self.weights, self._optimizer, self.device)
         asked = zip(PARTS, (parameters, gradients, optimizer), strict=True)
         self._offload.move([part for part, is_asked in asked if is_asked], self.gradient_slots(), to_cpu=to_cpu)
 
@@ -227,11 +212,15 @@ class ModuleEngine(Engine):
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that training goes on from; see the base class."""
-        return module_state(self.module, self._optimizer, self._stateful())
+        others = {name: other.state_dict() for name, other in self._stateful()}
+        return self.weights.state(self._optimizer) | others
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take such a state; see the base class."""
-        load_module_state(self.module, self._optimizer, self._stateful(), state)
+        self.weights.load_state(self._optimizer, state)
+        for name, other in self._stateful():
+            if name in state:
+                other.load_state_dict(state[name])
         self.note_weights_changed()
         self.apply_configured_settings()
 
@@ -248,9 +237,10 @@ class ModuleEngine(Engine):
             group["lr"] = group["initial_lr"] * lr_multiplier(self.config, self.schedule.last_epoch)
         self.schedule.base_lrs = [group["initial_lr"] for group in self._optimizer.param_groups]
 
-    def _stateful(self) -> dict[str, Stateful | None]:
-        """Return what has a state besides weights and optimizer."""
-        return {"schedule": getattr(self, "schedule", None), "loss_scaler": self.loss_scaler}
+    def _stateful(self) -> list[tuple[str, Any]]:
+        """List what has a state besides weights and optimizer, by its name in the engine's."""
+        names = ("schedule", "loss_scaler")
+        return [(name, getattr(self, name)) for name in names if getattr(self, name, None) is not None]
 
 
 def _configured_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

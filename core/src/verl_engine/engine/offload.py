@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from verl_engine.engine.device import Device
+    from verl_engine.engine.weights.engine_weights import EngineWeights
 
 PARTS: Final = ("parameters", "gradients", "optimizer")
 
@@ -51,9 +52,9 @@ class Offload:
     A gradient whose parameter is on another device is held here, until both are together again.
     """
 
-    def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None, device: Device) -> None:
+    def __init__(self, weights: EngineWeights, optimizer: torch.optim.Optimizer | None, device: Device) -> None:
         """Begin with everything on the device."""
-        self._module = module
+        self._weights = weights
         self._optimizer = optimizer
         self._device = device
         self._away: set[str] = set()
@@ -76,7 +77,7 @@ class Offload:
         if "gradients" in moving:
             gradients = [(slot, _map_local(gradient, copy)) for slot, gradient in gradients]
         if "parameters" in moving:
-            self._move_module(copy)
+            self._weights.apply(copy)
         self._put(gradients)
         if "optimizer" in moving and self._optimizer is not None:
             for state in self._optimizer.state.values():
@@ -110,22 +111,6 @@ class Offload:
             else:
                 self._aside.append((slot, gradient))
 
-    def _move_module(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Do what ``module.to`` does, by another copy, and with shared buffers still shared.
-
-        ``_apply`` is where wrappers hook in: fully_shard points its own references at the new storage there.
-        """
-        moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-        def move(tensor: torch.Tensor) -> torch.Tensor:
-            if isinstance(tensor, torch.nn.Parameter):  # changed in place, so it stays shared
-                return _map_local(tensor, copy)
-            if id(tensor) not in moved:
-                moved[id(tensor)] = (tensor, _map_local(tensor, copy))  # the old one is kept, and its id with it
-            return moved[id(tensor)][1]
-
-        self._module._apply(move)  # noqa: SLF001 - what module.to and module.cuda call
-
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type == "cpu":
             return tensor
@@ -142,7 +127,7 @@ class Offload:
         self._guards = []
         if self._away:
             # In front of a wrapper's own hook, which would gather missing parameters.
-            self._guards.append(self._module.register_forward_pre_hook(self._refuse_forward, prepend=True))
+            self._guards.append(self._weights.module.register_forward_pre_hook(self._refuse_forward, prepend=True))
             if self._optimizer is not None:
                 self._guards.append(self._optimizer.register_step_pre_hook(self._refuse_step))
 
@@ -160,6 +145,23 @@ class Offload:
                 f"cannot {what}: {' and '.join(missing)} of this engine were moved to the CPU; call "
                 f"engine.move(to_cpu=False, {', '.join(f'{part}=True' for part in missing)}) first"
             )
+
+
+def apply_to_module(module: torch.nn.Module, copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Do what ``module.to`` does, by another copy, and with shared buffers still shared.
+
+    ``_apply`` is where wrappers hook in: fully_shard points its own references at the new storage there.
+    """
+    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, torch.nn.Parameter):  # changed in place, so it stays shared
+            return _map_local(tensor, copy)
+        if id(tensor) not in moved:
+            moved[id(tensor)] = (tensor, _map_local(tensor, copy))  # the old one is kept, and its id with it
+        return moved[id(tensor)][1]
+
+    module._apply(move)  # noqa: SLF001 - what module.to and module.cuda call
 
 
 def _map_local(tensor: torch.Tensor, copy: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

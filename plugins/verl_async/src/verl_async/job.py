@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from pydantic import BaseModel
+
 from verl_async.config import ReadSftJob, ReadTrainJob, SftJob, TrainJob
 from verl_async.data.rows import shorten
 from verl_engine.contract.config_file import literal, read_config, validate
 from verl_engine.contract.errors import ConfigError, EngineError, UnsupportedError
-from verl_engine.contract.strict_model import StrictModel
 from verl_engine.host.engine_section import load_engine_section
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from verl_engine.host.engine_section import EngineSection
 
 _Job = TypeVar("_Job", TrainJob, SftJob)
-_Model = TypeVar("_Model", bound=StrictModel)
+_Model = TypeVar("_Model", bound=BaseModel)
 
 # In place of the length of a job whose own length is at fault; above any warm-up.
 _UNKNOWN_STEPS: Final = 2**62
@@ -172,7 +173,7 @@ def _with_absolute_paths(model: _Model, at: str = "") -> _Model:
     for name, value in model:
         if isinstance(value, Path):
             changes[name] = _absolute(value, at + name)
-        elif isinstance(value, StrictModel):
+        elif isinstance(value, BaseModel):
             changes[name] = _with_absolute_paths(value, f"{at}{name}.")
     return model.model_copy(update=changes)
 

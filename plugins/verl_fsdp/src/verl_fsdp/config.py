@@ -103,6 +103,11 @@ class ShardedConfig(EngineConfig):
                     f"optimizer_options.{name} if that knows it"
                 )
 
+    @property
+    def stays_on_cpu(self) -> bool:
+        """Whether weights, gradients and optimizer state lie on the CPU at all times."""
+        return False
+
     def data_parallel_ranks(self, world_size: int) -> tuple[int, ...]:
         """Give neighbours that split a sequence the same data."""
         return tuple(rank // self.sequence_parallel_size for rank in range(world_size))
@@ -127,8 +132,8 @@ def require_divisor(field: str, size: int, num_ranks: int) -> None:
         raise ConfigError(f"engine.{field}={size} does not divide the {num_ranks} ranks; use one of {allowed}")
 
 
-class TorchShardedConfig(ShardedConfig):
-    """What the backends of this package share: they call PyTorch's sharding themselves."""
+class TorchSharding(StrictModel):
+    """What the backends add that call PyTorch's sharding themselves."""
 
     shard_ranks: Ranks | None = None
     """Ranks that share one copy of the weights; it divides the number of ranks, and each further such group holds a
@@ -145,18 +150,13 @@ class TorchShardedConfig(ShardedConfig):
     """torch.compile's backend; the same for all engines of a process."""
 
     @model_validator(mode="after")
-    def _check_compile(self) -> TorchShardedConfig:
+    def _check_compile(self) -> TorchSharding:
         if self.compile_backend != "inductor" and not self.compile:
             raise ValueError(f"compile_backend={self.compile_backend} is for compile=true, and it is false")
         return self
 
-    def validate_world(self, world_size: int) -> None:
-        """Check that groups of ranks come out even; see the base class."""
-        require_divisor("shard_ranks", self.shard_ranks or 1, world_size)
-        super().validate_world(world_size)
 
-
-class Fsdp2Config(TorchShardedConfig):
+class Fsdp2Config(TorchSharding, ShardedConfig):
     """PyTorch ``fully_shard`` (FSDP2)."""
 
     backend: Literal["fsdp2"] = "fsdp2"
@@ -176,8 +176,14 @@ class Fsdp2Config(TorchShardedConfig):
     """Keep weights, gradients and optimizer state on the CPU, and bring each block to the device when it is used. For
     models that do not fit otherwise; slow."""
 
+    @property
+    def stays_on_cpu(self) -> bool:
+        """Whether ``cpu_offload`` was asked for."""
+        return self.cpu_offload
+
     def validate_world(self, world_size: int) -> None:
         """Check that groups of ranks come out even, those to reshard to among them; see the base class."""
+        require_divisor("shard_ranks", self.shard_ranks or 1, world_size)
         super().validate_world(world_size)
         number, sharing = self.reshard_after_forward, self.shard_ranks or world_size
         if not isinstance(number, bool) and sharing % number:
@@ -188,7 +194,7 @@ class Fsdp2Config(TorchShardedConfig):
             )
 
 
-class FsdpConfig(TorchShardedConfig):
+class FsdpConfig(TorchSharding, ShardedConfig):
     """PyTorch ``FullyShardedDataParallel`` (FSDP1), for models and tools that need it; fsdp2 is the better default."""
 
     backend: Literal["fsdp"] = "fsdp"
@@ -212,3 +218,8 @@ class FsdpConfig(TorchShardedConfig):
                 "can accumulate in float32 only what it reduces: use auto or every_micro_batch, or backend=fsdp2"
             )
         return self
+
+    def validate_world(self, world_size: int) -> None:
+        """Check that groups of ranks come out even; see the base class."""
+        require_divisor("shard_ranks", self.shard_ranks or 1, world_size)
+        super().validate_world(world_size)

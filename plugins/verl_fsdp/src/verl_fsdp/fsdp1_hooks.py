@@ -11,7 +11,7 @@ from verl_fsdp.config import FsdpConfig
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from verl_fsdp.fsdp1.engine import Fsdp1Engine
+    from verl_fsdp.engine import ShardedEngine
 
 SPEC = BackendSpec(
     name="fsdp",
@@ -22,8 +22,8 @@ SPEC = BackendSpec(
 
 
 @hookimpl
-def engine_create(config: FsdpConfig, model_folder: Path) -> Fsdp1Engine:
+def engine_create(config: FsdpConfig, model_folder: Path) -> ShardedEngine:
     """Load a Hugging Face model and shard it."""
-    from verl_fsdp.fsdp1.engine import Fsdp1Engine
+    from verl_fsdp.fsdp1.build import build
 
-    return Fsdp1Engine(config, model_folder)
+    return build(config, model_folder)

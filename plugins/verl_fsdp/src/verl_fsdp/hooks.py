@@ -11,7 +11,7 @@ from verl_fsdp.config import Fsdp2Config
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from verl_fsdp.fsdp2.engine import Fsdp2Engine
+    from verl_fsdp.engine import ShardedEngine
 
 SPEC = BackendSpec(
     name="fsdp2",
@@ -22,8 +22,8 @@ SPEC = BackendSpec(
 
 
 @hookimpl
-def engine_create(config: Fsdp2Config, model_folder: Path) -> Fsdp2Engine:
+def engine_create(config: Fsdp2Config, model_folder: Path) -> ShardedEngine:
     """Load a Hugging Face causal LM and shard it."""
-    from verl_fsdp.fsdp2.engine import Fsdp2Engine
+    from verl_fsdp.fsdp2.build import build
 
-    return Fsdp2Engine(config, model_folder)
+    return build(config, model_folder)

@@ -13,7 +13,7 @@ from verl_engine.engine.base import DataParallel
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from verl_fsdp.config import ShardedConfig, TorchShardedConfig
+    from verl_fsdp.config import Fsdp2Config, FsdpConfig, ShardedConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Meshes:
     """Ranks that split the tokens of a micro-batch among them; None where nobody does."""
 
 
-def build_meshes(config: TorchShardedConfig, device_kind: str) -> Meshes:
+def build_meshes(config: Fsdp2Config | FsdpConfig, device_kind: str) -> Meshes:
     """Divide the ranks of the process group as configured. Collectives: those of new device meshes.
 
     Raises:

@@ -8,28 +8,35 @@ from __future__ import annotations
 
 import importlib
 import logging
-from typing import TYPE_CHECKING, Any, Final, cast
+import math
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
+from verl_fsdp.update.grad_norm import clip_gradients
 from verl_fsdp_turbo.install_steps import MODULE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
 _LOG: Final = logging.getLogger(__name__)
 
 
-def library_clip(parameters: Iterable[torch.nn.Parameter], device: torch.device) -> Callable[..., float] | None:
-    """Return the library's ``clip_grad_norm`` where it computes the norm of the whole gradient; None elsewhere.
+def library_clip(
+    model: torch.nn.Module, trained: list[torch.nn.Parameter], max_norm: float, device: torch.device
+) -> Callable[[float], torch.Tensor] | None:
+    """Return what clips by the library's ``clip_grad_norm`` where that computes the norm of the whole gradient.
 
     Args:
-        parameters: all that are trained, sharded.
+        model: sharded.
+        trained: its parameters that are trained.
+        max_norm: to which.
         device: of this rank.
+    Returns:
+        A function of the scale that the gradients have, which it divides out first; None where the norm is another.
     """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained or not all(_is_sharded_by_all(parameter, device) for parameter in trained):
         return None
     try:
@@ -37,18 +44,12 @@ def library_clip(parameters: Iterable[torch.nn.Parameter], device: torch.device)
     except ImportError as error:  # its package imports a whole trainer, with libraries of its own
         _LOG.info("%s.training.clip_grads cannot be imported (%s): gradients are clipped without it", MODULE, error)
         return None
-    return cast("Callable[..., float]", module.clip_grad_norm)
 
+    def clip(scale: float) -> torch.Tensor:
+        clip_gradients(trained, torch.zeros(()), math.inf, scale)  # no limit: this only divides the scale out
+        return torch.tensor(module.clip_grad_norm(model=model, max_norm=max_norm))
 
-def unscale(parameters: Iterable[torch.nn.Parameter], scale: float) -> None:
-    """Divide a loss scale out of all gradients, in place."""
-    shards = [
-        parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-        for parameter in parameters
-        if parameter.grad is not None
-    ]
-    if shards and scale != 1.0:
-        torch._foreach_mul_(shards, 1.0 / scale)
+    return clip
 
 
 def _is_sharded_by_all(parameter: torch.nn.Parameter, device: torch.device) -> bool:

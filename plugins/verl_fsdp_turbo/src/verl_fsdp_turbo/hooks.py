@@ -12,7 +12,7 @@ from verl_fsdp_turbo.install_steps import INSTALL, MODULE
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from verl_fsdp_turbo.engine import TurboEngine
+    from verl_fsdp.engine import ShardedEngine
 
 
 def _patches(config: FsdpTurboConfig) -> tuple[DeclaredPatch, ...]:
@@ -41,8 +41,8 @@ def engine_prepare_process(config: FsdpTurboConfig) -> None:
 
 
 @hookimpl
-def engine_create(config: FsdpTurboConfig, model_folder: Path) -> TurboEngine:
+def engine_create(config: FsdpTurboConfig, model_folder: Path) -> ShardedEngine:
     """Load a Hugging Face model and let the library shard it."""
-    from verl_fsdp_turbo.engine import TurboEngine
+    from verl_fsdp_turbo.build import build
 
-    return TurboEngine(config, model_folder)
+    return build(config, model_folder)

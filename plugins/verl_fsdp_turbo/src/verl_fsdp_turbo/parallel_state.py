@@ -72,13 +72,12 @@ class RankDivision:
         return DataParallel(state.get_rank(axis), state.get_group_size(axis), state.get_group(axis))
 
 
-def divide_ranks(library: Library, config: Any, sizes: Mapping[str, int]) -> RankDivision:
+def divide_ranks(library: Library, values: Mapping[str, Any]) -> RankDivision:
     """Make the division, or take the one that this process has if it is the same.
 
     Args:
         library: as installed.
-        config: the library's.
-        sizes: by the library's names of its config's fields.
+        values: of its config.
     Raises:
         UnsupportedError: the process has another one.
         PluginError: somebody else made one, which does not fit.
@@ -88,6 +87,7 @@ def divide_ranks(library: Library, config: Any, sizes: Mapping[str, int]) -> Ran
     if not dist.is_initialized():
         raise PluginError("fsdp_turbo would start a process group of its own, over hccl: start one before the engine")
     world = dist.group.WORLD
+    sizes = {name: size for name, size in values["distributed"].items() if name.endswith("_size")}
     if _made and _made[0].world is not world:
         _forget(library)
     if _made and dict(_made[0].sizes) != dict(sizes):
@@ -97,7 +97,7 @@ def divide_ranks(library: Library, config: Any, sizes: Mapping[str, int]) -> Ran
             "both engines the same sizes, or each a process of its own"
         )
     try:
-        state = library.state.init_parallel_state(config)
+        state = library.state.init_parallel_state(library.build_config(values))
     except AssertionError as error:
         raise ConfigError(
             f"fsdp_turbo cannot divide {dist.get_world_size()} ranks as {_text(sizes)}: {error}"

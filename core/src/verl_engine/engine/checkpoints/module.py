@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.distributed.checkpoint.state_dict import (
@@ -28,26 +28,12 @@ _OF_THIS_MACHINE: Final = ("fused", "foreach", "capturable")
 """How an optimizer computes, which depends on the device: a run may go on on another kind."""
 
 
-class Stateful(Protocol):
-    """Has a state, such as a schedule or a loss scaler."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return it."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> Any:
-        """Take it."""
-
-
-def module_state(
-    module: torch.nn.Module, optimizer: torch.optim.Optimizer | None, others: dict[str, Stateful | None]
-) -> dict[str, Any]:
-    """Collect the state; tensors are live, or parts of flat ones.
+def module_state(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Collect the state; tensors are live.
 
     Args:
         module: tied parameters come once, under their first name.
         optimizer: if it never stepped, its state comes all zero, as a place to load one into; it gets none itself.
-        others: by their names in the state; those that are None are left out.
-    Collectives: those of torch's own, for FSDP1 modules.
     """
     state: dict[str, Any] = {"model": _without_ties(module, get_model_state_dict(module))}
     state["buffers"] = dict(_unsaved_buffers(module))
@@ -59,16 +45,11 @@ def module_state(
         state["optimizer"]["param_groups"] = _together(state["optimizer"]["param_groups"])
         if is_fresh:
             optimizer.state.clear()
-    return state | {name: other.state_dict() for name, other in others.items() if other is not None}
+    return state
 
 
-def load_module_state(
-    module: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    others: dict[str, Stateful | None],
-    state: dict[str, Any],
-) -> None:
-    """Take a state as `module_state` collects it; what it lacks of buffers and `others` stays as it is."""
+def load_module_state(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None, state: dict[str, Any]) -> None:
+    """Take a state as `module_state` collects it; buffers that it lacks stay as they are."""
     lax = StateDictOptions(strict=False)  # tied names come once, parameters that were never trained have no state
     set_model_state_dict(module, state["model"], options=lax)
     buffers = dict(_unsaved_buffers(module))
@@ -80,9 +61,6 @@ def load_module_state(
         for group in groups:
             group.update({key: value for key, value in optimizer.param_groups[0].items() if key in _OF_THIS_MACHINE})
         set_optimizer_state_dict(module, optimizer, state["optimizer"] | {"param_groups": groups}, options=lax)
-    for name, other in others.items():
-        if other is not None and name in state:
-            other.load_state_dict(state[name])
 
 
 def _together(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

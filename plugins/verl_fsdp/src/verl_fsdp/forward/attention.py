@@ -20,6 +20,8 @@ from verl_engine.contract.errors import ModelError
 from verl_fsdp.forward.sequence_parallel import trade_heads_for_tokens, trade_tokens_for_heads
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from verl_engine.batch.packed import SegmentRun
 
 PACKED_ATTENTION: Final = "verl_packed"
@@ -189,6 +191,11 @@ def _window_mask(length: int, window: int | None, device: torch.device) -> torch
 
 def _no_mask(*_args: Any, **_kwargs: Any) -> None:
     """Stand in for transformers' mask builder."""
+
+
+def is_packed(model: PreTrainedModel) -> bool:
+    """Whether `verl_fsdp.model.packable.choose_attention` found that sequences can lie end to end."""
+    return bool(model.config._attn_implementation == PACKED_ATTENTION)  # noqa: SLF001 - no public access
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -14,14 +14,20 @@ import torch
 from verl_engine.engine.sum_over_group import sum_over_group
 from verl_engine.engine.temperature import rows_of
 from verl_engine.engine.token_output import TokenOutput
+from verl_fsdp.forward.attention import is_packed
+from verl_fsdp.forward.head import make_head
+from verl_fsdp.forward.rotary import PositionUse, rotary_limit
 from verl_fsdp.forward.sequence_parallel import slice_tokens
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch.distributed as dist
+    from transformers import PreTrainedModel
 
     from verl_engine.batch.packed import PackedBatch
     from verl_engine.engine.temperature import Temperature
-    from verl_fsdp.forward.head import Head
+    from verl_fsdp.config import ShardedConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,43 +46,59 @@ class ModelRun:
     """How long a row of the output must be, where the model itself may have cut them; None where it cannot."""
 
 
-def forward(
-    model: torch.nn.Module,
-    head: Head,
-    batch: PackedBatch,
-    temperature: Temperature,
-    sequence: dist.ProcessGroup | None,
-    *,
-    is_packed: bool,
-) -> TokenOutput:
-    """Run the model on a micro-batch; see `Engine.forward`.
+class MicroBatchForward:
+    """The forward of one engine's model, made before the model is sharded."""
 
-    Args:
-        model: sharded.
-        head: what it ends in.
-        batch: the micro-batch; the same on all ranks of `sequence`.
-        temperature: divides the logits: a number, or [T].
-        sequence: the ranks that split the tokens among them; None where nobody does.
-        is_packed: sequences lie end to end; else each has a row.
-    """
-    run = _packed(batch, sequence) if is_packed else padded(batch)
-    return output_of(model, head, run, batch, temperature, sequence)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: ShardedConfig,
+        sequence: dist.ProcessGroup | None,
+        split: Callable[[PackedBatch], ModelRun] | None = None,
+    ) -> None:
+        """Look at how the model begins and ends; nothing is changed in it.
 
+        Args:
+            model: with its adapters.
+            config: of the engine.
+            sequence: the ranks that split the tokens among them; None where nobody does.
+            split: makes a rank's run of a micro-batch, where somebody else splits them.
+        """
+        self.head = make_head(model, config)
+        self.is_packed = is_packed(model)
+        """Whether sequences lie end to end; else each has a row. Not for every model, whatever the config says."""
+        self._sequence = sequence
+        self._split = split
+        self._rotary_limit = rotary_limit(model)
+        self._positions = PositionUse.of(model)
 
-def output_of(
-    model: torch.nn.Module,
-    head: Head,
-    run: ModelRun,
-    batch: PackedBatch,
-    temperature: Temperature,
-    sequence: dist.ProcessGroup | None,
-) -> TokenOutput:
-    """Run the model on what was made of a micro-batch; the arguments are those of `forward`."""
-    targets = batch.input_ids[run.loss_positions]
-    numbers_mF = head.numbers(model, run, targets, rows_of(temperature, run.loss_positions))
-    zeros_TF = numbers_mF.new_zeros(batch.num_tokens, numbers_mF.shape[1])
-    numbers_TF = sum_over_group(zeros_TF.index_put((run.loss_positions,), numbers_mF), sequence)
-    return TokenOutput(**dict(zip(head.gives, numbers_TF.unbind(-1), strict=True)))
+    def __call__(self, model: torch.nn.Module, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
+        """Run the model on a micro-batch; see `Engine.forward`.
+
+        Args:
+            model: sharded.
+            batch: the micro-batch; the same on all ranks that split its tokens.
+            temperature: divides the logits: a number, or [T].
+        Raises:
+            ModelError: a sequence is so long that the model would change the log-probs of those beside it, or has
+                positions that the model does not take.
+        """
+        if self._rotary_limit is not None:
+            highest = int(batch.position_ids.max()) + 1 if batch.has_own_positions else 0
+            self._rotary_limit.check((*batch.lengths, highest))
+        if batch.has_own_positions:
+            self._positions.check(batch.position_ids)
+        run = self._run_of(batch)
+        targets = batch.input_ids[run.loss_positions]
+        numbers_mF = self.head.numbers(model, run, targets, rows_of(temperature, run.loss_positions))
+        zeros_TF = numbers_mF.new_zeros(batch.num_tokens, numbers_mF.shape[1])
+        numbers_TF = sum_over_group(zeros_TF.index_put((run.loss_positions,), numbers_mF), self._sequence)
+        return TokenOutput(**dict(zip(self.head.gives, numbers_TF.unbind(-1), strict=True)))
+
+    def _run_of(self, batch: PackedBatch) -> ModelRun:
+        if self._split is not None:
+            return self._split(batch)
+        return _packed(batch, self._sequence) if self.is_packed else padded(batch)
 
 
 def _packed(batch: PackedBatch, sequence: dist.ProcessGroup | None) -> ModelRun:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
+from verl_fsdp.fsdp1.passes import initialize
 from verl_fsdp.fsdp1.weight_table import WeightTable
 from verl_fsdp.model.blocks import blocks, in_sharding_order
 from verl_fsdp.model.compiled import compile_block
@@ -51,7 +52,9 @@ def shard(
         for parent, name in parents[id(module)]:
             setattr(parent, name, wrapped)
     materialize(model)
-    return _wrap(model, settings), table
+    root = _wrap(model, settings)
+    initialize(root)
+    return root, table
 
 
 def _settings(config: FsdpConfig, mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:

@@ -5,47 +5,59 @@ Shape legend: O outputs and I inputs of a layer, R the rank of an adapter.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from verl_engine.engine.base import WeightShard
+from verl_engine.engine.weights.engine_weights import EngineWeights
 from verl_engine.engine.weights.incoming import paired_shards, paired_weights
 from verl_engine.engine.weights.module_weights import Exported, LowRank, merged, own_tensors
 from verl_engine.engine.weights.shards import replicas_of, shared_by
+from verl_fsdp.fsdp1.flat_unit import flat_units
+from verl_fsdp.fsdp1.state import load_model_state, load_optimizer_state, model_state, optimizer_state
+from verl_fsdp.fsdp1.weight_table import clean_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
     from verl_fsdp.fsdp1.flat_unit import FlatUnit
     from verl_fsdp.fsdp1.weight_table import WeightTable
 
 
-class FlatWeights:
+class FlatWeights(EngineWeights):
     """The weights of a wrapped model, by the names that it had before."""
 
     def __init__(
-        self,
-        table: WeightTable,
-        units: Sequence[FlatUnit],
-        buffers: Mapping[str, torch.Tensor],
-        replicas: Sequence[int],
+        self, root: FullyShardedDataParallel, table: WeightTable, mesh: DeviceMesh, device: torch.device
     ) -> None:
         """Take what was noted before wrapping.
 
         Args:
+            root: the wrapped model, initialised.
             table: the weights as they were.
-            units: made of them by wrapping.
-            buffers: the model's, live, by clean name.
-            replicas: the ranks of the world that have the same pieces as this one.
+            mesh: who shares a copy of them.
+            device: of this rank.
         """
-        self._replicas = replicas
+        super().__init__(root)
+        self.plain = root.module
+        self.parameters = {clean_name(name): parameter for name, parameter in root.named_parameters()}
+        self._mesh = mesh
+        self._replicas = mesh.mesh.reshape(-1, mesh["shard"].size())[:, mesh.get_local_rank("shard")].tolist()
         self.table = table
-        self.units = units
+        self.units = flat_units(root, {id(parameter): name for name, parameter in self.parameters.items()}, device)
+        buffers = dict(self.named_buffers())
         self.buffers = {name: buffers[name] for name in table.persistent_buffers}
-        self.places = {member.name: (unit, member) for unit in units for member in unit.members}
+        self.places = {member.name: (unit, member) for unit in self.units for member in unit.members}
         assert self.places.keys() == table.parameters.keys(), "FSDP1 manages other parameters than the model has"
         self._names = {id(fake): name for name, fake in (table.parameters | table.persistent_buffers).items()}
+
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield all buffers, live, by the names they had before wrapping."""
+        return ((clean_name(name), buffer) for name, buffer in self.module.named_buffers())
 
     def exported(self) -> dict[str, Exported]:
         """List what is exported, by the meta tensors of `WeightTable`."""
@@ -53,19 +65,17 @@ class FlatWeights:
             name: Exported(tensor) for name, tensor in (self.table.parameters | self.table.persistent_buffers).items()
         }
 
-    def full(self, entries: Iterable[tuple[str, Exported]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def full(self, exported: Mapping[str, Exported], names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Gather full weights, one unit at a time, adapters merged in; each is valid until the next is taken.
 
         Weights that follow each other in one unit share an all-gather. They are the masters that the optimizer steps,
         whatever the model computes in.
 
-        Args:
-            entries: their names outside, and which they are, as `exported` says.
         Collectives: one all-gather for each run of weights in one unit.
         """
         gatherer = _Gatherer(self)
-        for name, entry in entries:
-            yield name, gatherer.merged(entry)
+        for name in names:
+            yield name, gatherer.merged(exported[name])
 
     def load_full(self, exported: Mapping[str, Exported], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy full weights into the shards, in place; each rank takes its own shard. No collectives.
@@ -106,6 +116,35 @@ class FlatWeights:
     def _place(self, fake: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         part = self.part(fake)
         return part.view_shape, part.offsets, tuple(part.tensor.shape)
+
+    def state(self, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+        """Return the state with the keys that fsdp2 has.
+
+        Takes the memory of one more shard of weights and optimizer state: FSDP1 cuts them elsewhere than DTensors are.
+        Collectives: an all-gather per unit, and for the optimizer one per unit and key.
+        """
+        buffers = {name: buffer.detach() for name, buffer in self.named_buffers() if name not in self.buffers}
+        state: dict[str, Any] = {"model": model_state(self, self._mesh), "buffers": buffers}
+        if optimizer is not None:
+            state["optimizer"] = optimizer_state(self, optimizer, self._mesh)
+        return state
+
+    @torch.no_grad()
+    def load_state(self, optimizer: torch.optim.Optimizer | None, state: dict[str, Any]) -> None:
+        """Take such a state, of fsdp2 too. Collectives: an all-gather per sharded tensor."""
+        load_model_state(self, state["model"])
+        buffers = dict(self.named_buffers())
+        for name, value in state.get("buffers", {}).items():
+            buffers[name].copy_(value)
+        if optimizer is not None:
+            load_optimizer_state(self, optimizer, state["optimizer"])
+
+    def apply(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Move shards as wholes: ``module.to`` would leave FSDP1's own references to them behind, on the device."""
+        for unit in self.units:
+            unit.replace_local(copy(unit.local))
+        for buffer in self.module.buffers():  # those that modules share stay shared
+            buffer.data = copy(buffer.detach())
 
     def part(self, fake: torch.Tensor) -> WeightShard:
         """Return this rank's live shard of one weight, and its offsets."""

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from verl_fsdp.config import TorchShardedConfig
+    from verl_fsdp.config import TorchSharding
 
 _LOG = logging.getLogger(__name__)
 _NUM_NAMED = 20
 
 
-def blocks(model: PreTrainedModel, config: TorchShardedConfig) -> list[torch.nn.Module]:
+def blocks(model: PreTrainedModel, config: TorchSharding) -> list[torch.nn.Module]:
     """Return the modules of the classes in ``wrap``, or those that the model's authors say must stay whole.
 
     In the order in which they are to be sharded: of two that lie one inside the other the inner comes first, else the

@@ -11,14 +11,14 @@ from verl_engine.contract.errors import ConfigError, UnsupportedError
 from verl_fsdp.forward.attention import PACKED_ATTENTION, packed_attention
 
 if TYPE_CHECKING:
-    from verl_fsdp.config import TorchShardedConfig
+    from verl_fsdp.config import TorchSharding
 
 
 _backends_used: set[str] = set()
 """Of torch.compile, by all engines of this process."""
 
 
-def compile_block(block: torch.nn.Module, config: TorchShardedConfig) -> None:
+def compile_block(block: torch.nn.Module, config: TorchSharding) -> None:
     """Compile a block in place, before it is sharded; its weights keep their names. No effect unless configured.
 
     Raises:

@@ -54,11 +54,6 @@ def choose_attention(model: PreTrainedModel, config: ShardedConfig) -> None:
             raise ModelError(f"{type(model).__name__} is not a causal language model that can be trained: {reason}")
 
 
-def is_packed(model: PreTrainedModel) -> bool:
-    """Whether `choose_attention` found that sequences can lie end to end."""
-    return bool(model.config._attn_implementation == PACKED_ATTENTION)  # noqa: SLF001 - no public access
-
-
 def check_heads(model: PreTrainedModel, config: ShardedConfig) -> None:
     """Check that the ranks which split sequences can divide the attention heads.
 

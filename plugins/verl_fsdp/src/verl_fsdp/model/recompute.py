@@ -9,10 +9,10 @@ from verl_engine.contract.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from verl_fsdp.config import TorchShardedConfig
+    from verl_fsdp.config import TorchSharding
 
 
-def enable_recompute(model: PreTrainedModel, config: TorchShardedConfig) -> None:
+def enable_recompute(model: PreTrainedModel, config: TorchSharding) -> None:
     """Let each block keep its input only, and compute the rest again in the backward. No effect unless configured.
 
     Args:

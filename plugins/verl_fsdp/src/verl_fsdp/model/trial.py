@@ -13,8 +13,8 @@ import torch
 from verl_engine.batch.packed import SegmentRun
 from verl_engine.contract.errors import ModelError
 from verl_fsdp.forward.attention import PACKED_ATTENTION
+from verl_fsdp.forward.rotary import rotary_limit
 from verl_fsdp.model.blocks import layer_lists
-from verl_fsdp.model.rotary import rotary_limit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

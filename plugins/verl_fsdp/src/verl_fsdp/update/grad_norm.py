@@ -82,6 +82,20 @@ def clip_gradients(
     return unscaled
 
 
+def clip_by_norm(
+    parameters: Iterable[torch.nn.Parameter],
+    max_norm: float,
+    scale: float,
+    *,
+    plain_copies: int,
+    device: torch.device,
+) -> torch.Tensor:
+    """Clip by the norm over all ranks; see `grad_norm` and `clip_gradients`."""
+    trained = list(parameters)
+    norm = grad_norm(trained, None, plain_copies=plain_copies, device=device)
+    return clip_gradients(trained, norm, max_norm, scale)
+
+
 def _gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 

@@ -66,6 +66,8 @@ def choose_sync(
         must_reduce: why ``auto`` may not hold gradients back, where the backend cannot do so in float32.
     Collectives: for ``auto`` one all-reduce over all ranks: those with the least memory decide for all.
     """
+    if config.forward_only:
+        num_trained = num_own = 0
     last_bytes = num_trained * _BYTES
     every_bytes = -(-last_bytes // shard_ranks) if num_own is None else num_own * _BYTES
     mode, reason = config.gradient_sync, "as configured"

@@ -17,8 +17,10 @@ from verl_async.asynchrony.batches import SharePlan, build_sequences
 from verl_async.asynchrony.inputs import ModelTexts, read_training_prompts
 from verl_async.asynchrony.prompt_source import PromptSource
 from verl_async.asynchrony.samples import ScoredGroup
+from verl_async.data.rewards import Sample, load_reward, read_result
 from verl_async.data.tokenization import decode_response
 from verl_async.job import load_train_job
+from verl_async.reward_config import RewardFunctionConfig
 from verl_async.rollout.embedded import EmbeddedEngine
 from verl_engine.engine.worker import EngineWorker
 
@@ -61,7 +63,7 @@ def train_in_a_plain_loop(rank: int, recipe: Path, folder: Path) -> None:
     job = load_train_job(recipe, [])
     texts = ModelTexts.load(job.model.path)
     source = PromptSource(read_training_prompts(job, texts), job.data.seed, job.data.shuffle)
-    reward = texts.scorer(job.reward).reward
+    reward = load_reward(RewardFunctionConfig(function="plus_signs.score"))
     rollout = EmbeddedEngine(job.rollout, job.model.path)
     worker = EngineWorker(job.engine, job.model.path, rank)
     worker.create()
@@ -76,10 +78,9 @@ def train_in_a_plain_loop(rank: int, recipe: Path, folder: Path) -> None:
             answers = rollout.generate([r for draw in draws for r in draw.requests(4, sampling, job.data.seed)])
             for index, draw in enumerate(draws):
                 own = answers[4 * index : 4 * index + 4]
-                rewards = [
-                    reward.score(draw.encoded.prompt, decode_response(texts.tokenizer, answer.token_ids), "")
-                    for answer in own
-                ]
+                texts_of_own = [decode_response(texts.tokenizer, answer.token_ids) for answer in own]
+                samples = [Sample(draw.encoded.prompt, text, "") for text in texts_of_own]
+                rewards = [read_result(reward(**sample.arguments)).score for sample in samples]
                 groups.append(ScoredGroup(draw, tuple(own), tuple(rewards), (False,) * 4, 0))
         for start in (0, 4):
             sequences = build_sequences(groups[start : start + 4], job.algorithm)

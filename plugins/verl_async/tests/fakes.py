@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 
@@ -18,7 +19,8 @@ from verl_async.asynchrony.scoring import Scorer
 from verl_async.asynchrony.timeline import Timeline
 from verl_async.config import TrainJob
 from verl_async.data.prompts import Prompt
-from verl_async.data.rewards import Reward
+from verl_async.data.reward_pool import Score
+from verl_async.errors import RewardError
 from verl_async.rollout.interface import Generation, SamplingParams
 from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.optimizer_step import OptimizerStep
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from verl_async.asynchrony.async_training import AsyncTraining
     from verl_async.asynchrony.inputs import ModelTexts
     from verl_async.asynchrony.policy_update import PolicyUpdate
+    from verl_async.data.rewards import Sample
     from verl_async.rollout.interface import GenerationRequest
     from verl_engine.engine.base import LossFn
 
@@ -222,24 +225,43 @@ class FakeTexts:
     def __init__(self, reward_of: Any = None) -> None:
         self.reward_of = reward_of or (lambda solution: float(len(solution)))
 
-    def scorer(self, _: object) -> Scorer:
-        return make_scorer(self.reward_of)
+    def scorer(self, _: object, __: object, say: Any) -> Scorer:
+        return make_scorer(self.reward_of, say)
 
     def sampling(self, config: Any, temperature: float | None = None) -> SamplingParams:
         return SamplingParams(config.max_response_tokens, config.temperature if temperature is None else temperature)
 
 
-def make_scorer(reward_of: Any) -> Scorer:
-    """Score the decoded answer, which is its tokens as text: ``11 12``."""
+class FakePool:
+    """Scores in this process; a reward that is None stands for a sample that could not be scored."""
 
-    def score(data_source: str, solution_str: str, ground_truth: object, extra_info: object) -> object:
-        del data_source, ground_truth, extra_info
-        return reward_of(solution_str)
+    def __init__(self, reward_of: Any) -> None:
+        self.reward_of = reward_of
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def score(self, sample: Sample) -> Score:
+        try:
+            found = self.reward_of(sample.solution)
+            reward = await found if inspect.isawaitable(found) else found
+        except Exception as error:
+            where = f"sample {sample.sample_id} (prompt row {sample.prompt.index})"
+            raise RewardError(f"{where} raised {type(error).__name__}") from error
+        errors = (f"sample {sample.sample_id} failed",) if reward is None else ()
+        return Score(reward, sample.is_exact, {"length": len(sample.solution)}, errors)
+
+
+def make_scorer(reward_of: Any, say: Any = print, data_sources: frozenset[str] = frozenset()) -> Scorer:
+    """Score the decoded response, which is its tokens as text: ``11 12``."""
 
     def decode(token_ids: list[int], **_: object) -> str:
         return " ".join(str(token) for token in token_ids if token != STOP)
 
-    return Scorer(Reward(score, "score", 5.0), cast("Any", SimpleNamespace(decode=decode)))
+    return Scorer(FakePool(reward_of), cast("Any", SimpleNamespace(decode=decode)), say, data_sources)
 
 
 def encoded_prompts(number: int, length: int = 2) -> list[EncodedPrompt]:
@@ -256,7 +278,8 @@ def make_group(
     """A finished group: each answer is tokens 11 and 12."""
     generations = tuple(Generation([11, 12], [-1.0, -2.0], list(versions), "stop") for _ in rewards)
     exact = tuple(reward > 0 for reward in rewards)
-    return ScoredGroup(Draw(number, encoded_prompts(1)[0]), generations, rewards, exact, interruptions)
+    metrics: tuple[dict[str, float], ...] = ({},) * len(rewards)
+    return ScoredGroup(Draw(number, encoded_prompts(1)[0]), generations, rewards, exact, interruptions, metrics)
 
 
 def train_job(**changes: dict[str, Any]) -> TrainJob:

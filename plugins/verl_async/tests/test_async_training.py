@@ -189,6 +189,7 @@ def test_figures_of_a_step_worked_by_hand() -> None:
         "learning_rate": 0.2,
         "step_applied": 1.0,
         "reward": 5.0,  # len("31 32")
+        "reward/length": 5.0,
         "exact_match": 1.0,
         "response_tokens": 3.0,
         "truncated_ratio": 0.0,
@@ -208,8 +209,6 @@ def test_figures_of_groups_worked_by_hand() -> None:
     groups = [make_group(0, (0.0, 1.0), (3, 3)), make_group(1, (2.0, 5.0), (1, 2)), make_group(2, (0.0, 0.0), (2, 3))]
     figures = group_figures(groups, version=3)
     assert figures == {
-        "reward": pytest.approx(8 / 6),
-        "exact_match": 0.5,
         "response_tokens": 2.0,
         "truncated_ratio": 0.0,
         "staleness_mean": 1.0,  # 0, 2 and 1 versions behind
@@ -224,6 +223,20 @@ def test_a_step_in_which_every_group_was_left_out_is_reported_too() -> None:
     assert [figures["step_applied"] for figures in run.listener.steps] == [0.0, 0.0]
     assert [figures["tokens_per_s"] for figures in run.listener.steps] == [0.0, 0.0]
     assert run.trainer.num_steps == 0
+
+
+def test_groups_that_cannot_be_scored_are_counted_and_training_goes_on() -> None:
+    run = FakeRun(train_job(), texts=FakeTexts(lambda text: None if text.startswith("11") else 1.0))
+    asyncio.run(run.run())
+    lost, whole = run.listener.steps
+    assert (lost["scoring/errors"], lost["scoring/dropped_samples"], lost["scoring/dropped_groups"]) == (2.0, 2.0, 1.0)
+    assert (whole["scoring/errors"], whole["scoring/dropped_groups"]) == (0.0, 0.0)
+    assert [len(batch[0][0]) for batch in run.trainer.batches] == [2, 4]
+    assert "warning: sample 0-1 failed: the sample leaves its group" in run.listener.statuses
+    nothing = FakeRun(train_job(), texts=FakeTexts(lambda _: None))
+    asyncio.run(nothing.run())
+    assert [figures["scoring/dropped_groups"] for figures in nothing.listener.steps] == [2.0, 2.0]
+    assert nothing.trainer.num_steps == 0
 
 
 def test_evaluations_come_at_both_ends_and_training_stops_at_its_aim() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from plugins.verl_async.tests.fakes import FakeListener, FakeRollout, encoded_prompts, make_scorer
+from plugins.verl_async.tests.fakes import FakeListener, FakePool, FakeRollout, encoded_prompts, make_scorer
 from verl_async.asynchrony.actors import RolloutWorker
 from verl_async.asynchrony.evaluation import Evaluation
 from verl_async.asynchrony.timeline import Timeline
@@ -45,7 +45,22 @@ def evaluation_of(
 
 def test_figures_worked_by_hand() -> None:
     figures = asyncio.run(evaluation_of([Unequal()]).run())
-    assert figures == {"exact_match": 0.25, "reward": (2 + 3 + 3 + 3) / 4, "response_tokens": (3 + 4 + 4 + 4) / 4}
+    assert figures == {
+        "exact_match": 0.25,
+        "reward": (2 + 3 + 3 + 3) / 4,
+        "reward/length": (5 + 8 + 8 + 8) / 4,
+        "response_tokens": (3 + 4 + 4 + 4) / 4,
+    }
+
+
+def test_prompts_that_cannot_be_scored_are_left_out_and_counted() -> None:
+    evaluation = evaluation_of([Unequal()], stop_at_exact_match=0.5)
+    evaluation.scorer.pool = FakePool(lambda text: None if text == "11 12" else 1.0)
+    figures = asyncio.run(evaluation.run())
+    assert (figures["reward"], figures["exact_match"], figures["response_tokens"]) == (1.0, 0.0, 4.0)
+    assert figures["scoring/dropped_samples"] == 1.0
+    evaluation.scorer.pool = FakePool(lambda _: None)
+    assert not asyncio.run(evaluation.run_and_report(0))
 
 
 def test_workers_share_the_prompts_and_decode_as_many_sequences_as_in_training() -> None:

@@ -184,6 +184,32 @@ def test_a_reward_function_is_tried_on_each_data_source(check: Check, tmp_path: 
     assert "KeyError" in message
 
 
+def test_what_fails_before_the_start_is_a_remark_where_it_does_not_stop_the_job(check: Check, tmp_path: Path) -> None:
+    (tmp_path / "none.py").write_text("def score(**_): pass\n")
+    (remark,) = check("reward.function=none:score", "reward.on_error=drop")
+    assert "sample 0 of sums, tried before the start (prompt row 0) gave null" in remark
+
+
+def test_each_data_source_needs_a_reward_and_the_other_way_round(check: Check) -> None:
+    assert check("reward.functions=[{data_sources: [sums]}]") == []
+    (remark,) = check("reward.functions=[{}, {name: more, data_sources: [sums, products]}]")
+    assert remark == "reward.functions[1].data_sources: no prompt has the data_source 'products'"
+    message = _refused(check, ConfigError, "reward.functions=[{data_sources: [products]}]")
+    assert message.startswith("reward.functions: none scores prompts of data_source 'sums'; add it to the data_sources")
+
+
+def test_settings_of_a_users_class_are_checked_before_the_start(check: Check, tmp_path: Path) -> None:
+    (tmp_path / "judges.py").write_text(
+        "from verl_engine.contract.strict_model import StrictModel\n"
+        "class Judge:\n    class Config(StrictModel):\n        bonus: float = 1.0\n"
+        "    def __init__(self, config): self.bonus = config.bonus\n"
+        "    def __call__(self, **_): return self.bonus\n"
+    )
+    assert check("reward.function=judges:Judge", "reward.config.bonus=0.5") == []
+    message = _refused(check, ConfigError, "reward.function=judges:Judge", "reward.config.bonus=much")
+    assert message.startswith("reward.config.bonus='much': must be a valid number")
+
+
 def test_the_reward_of_sft_is_tried_only_if_it_is_used(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path / "recipe.yaml", sft_settings(tmp_path))
     overrides = ["reward.function=no_such_module.score"]

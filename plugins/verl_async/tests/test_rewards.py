@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import pickle
 import re
-import threading
-import time
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from verl_async.config import RewardConfig
 from verl_async.data.prompts import Prompt
-from verl_async.data.rewards import Reward, exact_match, load_reward
-from verl_async.errors import RewardError
+from verl_async.data.rewards import Result, Sample, exact_match, is_async, load_reward, read_result
+from verl_async.reward_config import RewardConfig, RewardFunctionConfig
+from verl_engine.contract.config_file import validate
 from verl_engine.contract.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 PROMPT = Prompt(index=7, data_source="addition", prompt="1+2=", ground_truth=3, extra_info={"level": 1})
@@ -29,11 +26,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, empty; sys.path is put back afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path / "so_that_sys_path_is_restored")
+    for name in [name for name in sys.modules if name.startswith("my_")]:
+        monkeypatch.delitem(sys.modules, name)
     return tmp_path
-
-
-def reward_of(function: Callable[..., object], timeout_s: float = 10.0) -> Reward:
-    return Reward(function, "my.function", timeout_s)
 
 
 def test_exact_match_compares_as_text_without_outer_space() -> None:
@@ -41,26 +36,6 @@ def test_exact_match_compares_as_text_without_outer_space() -> None:
     assert exact_match("a", "42", " 42", {}) == 1.0
     assert exact_match("a", "4 2", "42", {}) == 0.0
     assert exact_match("a", "", "42", {}) == 0.0
-
-
-def test_the_built_in_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    reward = load_reward(RewardConfig())
-    monkeypatch.setattr(threading, "Thread", None)
-    assert reward.score(PROMPT, "3", "s-1") == 1.0
-    assert reward.score(PROMPT, "4", "s-1") == 0.0
-
-
-def test_a_function_gets_verls_arguments_by_name() -> None:
-    def function(**arguments: Any) -> float:
-        assert arguments == {
-            "data_source": "addition",
-            "solution_str": "30",
-            "ground_truth": 3,
-            "extra_info": {"level": 1},
-        }
-        return 0.25
-
-    assert reward_of(function).score(PROMPT, "30", "s-1") == 0.25
 
 
 @pytest.mark.parametrize(
@@ -77,9 +52,15 @@ def test_a_function_gets_verls_arguments_by_name() -> None:
     ],
 )
 def test_results_that_are_scores(result: object, score: float) -> None:
-    got = reward_of(lambda **_: result).score(PROMPT, "3", "s-1")
-    assert got == score
-    assert type(got) is float
+    got = read_result(result)
+    assert got.score == score
+    assert type(got.score) is float
+
+
+def test_other_numbers_of_a_mapping_are_metrics() -> None:
+    got = read_result({"score": 0.5, "acc": True, "tokens": np.int64(3), "pred": "42", "steps": [1], 7: 2, "all": None})
+    assert got == Result(0.5, {"acc": 1.0, "tokens": 3.0, "7": 2.0})
+    assert {type(value) for value in got.metrics.values()} == {float}
 
 
 @pytest.mark.parametrize(
@@ -98,77 +79,117 @@ def test_results_that_are_scores(result: object, score: float) -> None:
     ],
 )
 def test_results_that_are_none(result: object) -> None:
-    with pytest.raises(RewardError) as caught:
-        reward_of(lambda **_: result).score(PROMPT, "3", "step-4/sample-2")
-    message = str(caught.value)
-    assert message.startswith("reward.function=my.function: sample step-4/sample-2 (prompt row 7) gave ")
-    assert message.endswith("expected a finite number of float32's range, or a mapping with one under 'score'")
+    with pytest.raises(ValueError, match=r"^gave .*; expected a finite number of float32's range, or a mapping with"):
+        read_result(result)
 
 
-@pytest.mark.parametrize("error", [KeyError("level"), SystemExit(3)])
-def test_a_function_that_raises_is_named_with_its_sample(error: BaseException) -> None:
-    def function(**_: Any) -> float:
-        raise error
-
-    with pytest.raises(
-        RewardError, match=r"sample s-9 \(prompt row 7\) raised (KeyError: 'level'|SystemExit: 3)"
-    ) as caught:
-        reward_of(function).score(PROMPT, "three", "s-9")
-    assert caught.value.__cause__ is error
-    assert "'three'" in str(caught.value)
+def test_whether_a_response_is_exact_follows_from_the_ground_truth() -> None:
+    assert [Sample(PROMPT, solution, "s").is_exact for solution in ("3\n", "33")] == [True, False]
 
 
-def test_a_function_that_is_stuck_is_named_with_its_sample() -> None:
-    release = threading.Event()
-    reward = reward_of(lambda **_: release.wait(60), timeout_s=0.05)
-    start = time.monotonic()
-    with pytest.raises(
-        RewardError, match=r"sample s-9 \(prompt row 7\) is stuck: no score after reward.timeout_s=0.05 s"
-    ):
-        reward.score(PROMPT, "3", "s-9")
-    release.set()
-    assert time.monotonic() - start < 10
+def load(function: str, **config: Any) -> Any:
+    return load_reward(RewardFunctionConfig(function=function, config=config))
 
 
-def test_is_exact_does_not_ask_the_function() -> None:
-    reward = reward_of(lambda **_: 0.0)
-    assert reward.is_exact(PROMPT, "3\n")
-    assert not reward.is_exact(PROMPT, "33")
-
-
-def test_finds_a_function_in_the_current_folder(folder: Path) -> None:
-    (folder / "my_rewards_here.py").write_text(
-        "def score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    return len(solution_str) / ground_truth\n",
-        encoding="utf-8",
-    )
-    reward = load_reward(RewardConfig(function="my_rewards_here.score", timeout_s=5))
-    assert reward.score(PROMPT, "333", "s-1") == 1.0
-    assert reward.timeout_s == 5
-    assert pickle.loads(pickle.dumps(reward)) == reward  # noqa: S301 - our own bytes
+@pytest.mark.parametrize("name", ["my_rewards_here.score", "my_rewards_here:score", "my_rewards_here:Nested.score"])
+def test_finds_a_function_in_the_current_folder(folder: Path, name: str) -> None:
+    code = "def score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.25\n"
+    (folder / "my_rewards_here.py").write_text(f"{code}class Nested:\n    score = score\n", encoding="utf-8")
+    assert load(name)(**Sample(PROMPT, "", "s").arguments) == 0.25
 
 
 def test_finds_a_function_in_a_package(folder: Path) -> None:
     package = folder / "my_reward_package"
     package.mkdir()
     (package / "__init__.py").touch()
-    (package / "inner.py").write_text("def score(**kwargs):\n    return 1\n", encoding="utf-8")
-    assert load_reward(RewardConfig(function="my_reward_package.inner.score")).score(PROMPT, "", "s-1") == 1.0
+    (package / "inner.py").write_text("def score(**kwargs):\n    return kwargs\n", encoding="utf-8")
+    assert load("my_reward_package.inner.score")(**Sample(PROMPT, "30", "s").arguments) == {
+        "data_source": "addition",
+        "solution_str": "30",
+        "ground_truth": 3,
+        "extra_info": {"level": 1},
+    }
 
 
-@pytest.mark.parametrize("path", ["exact_mach", "my rewards.score", "rewards:score", ".score", "rewards."])
+JUDGE = """
+from verl_engine.contract.strict_model import StrictModel
+
+class Judge:
+    class Config(StrictModel):
+        bonus: float = 0.5
+        strict: bool
+
+    def __init__(self, config):
+        if config.bonus < 0: raise ValueError("no such bonus")
+        self.config = config
+
+    async def __call__(self, data_source, solution_str, ground_truth, extra_info):
+        return self.config.bonus
+
+class Plain:
+    def __call__(self, **kwargs): return 1
+
+class Loose:
+    class Config: pass
+
+class Silent: pass
+"""
+
+
+def test_a_class_gets_its_validated_settings(folder: Path) -> None:
+    (folder / "my_judges.py").write_text(JUDGE, encoding="utf-8")
+    judge = load("my_judges:Judge", strict=True)
+    assert (judge.config.bonus, judge.config.strict, is_async(judge)) == (0.5, True, True)
+    assert not is_async(load("my_judges:Plain"))
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "message"),
+    [
+        ("Judge", {}, "reward.config.strict is missing"),
+        ("Judge", {"bonus": "1", "strictt": 1}, "reward.config.strictt is not a known key; did you mean"),
+        ("Judge", {"bonus": -1, "strict": True}, "Judge: cannot be made: ValueError: no such bonus"),
+        ("Plain", {"bonus": 1}, "reward.config={'bonus': 1}: reward.function=my_judges:Plain takes no settings"),
+        ("Loose", {}, "reward.function=my_judges:Loose: its Config is no StrictModel"),
+        ("Silent", {}, "reward.function=my_judges:Silent: its objects cannot be called; expected a function (data_"),
+    ],
+)
+def test_settings_that_a_class_does_not_take(folder: Path, name: str, config: dict[str, Any], message: str) -> None:
+    (folder / "my_judges.py").write_text(JUDGE, encoding="utf-8")
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load(f"my_judges:{name}", **config)
+
+
+@pytest.mark.parametrize(
+    "path", ["exact_mach", "my rewards.score", ":score", ".score", "rewards.", "rewards:", "a:b:c"]
+)
 def test_a_name_that_is_no_path(path: str) -> None:
-    with pytest.raises(
-        ConfigError, match=re.escape(f"reward.function={path}: expected 'exact_match' or a dotted path")
-    ):
-        load_reward(RewardConfig(function=path))
+    with pytest.raises(ConfigError, match=r"function='.*': must be 'exact_match', or module:attribute or a dotted"):
+        validate(RewardConfig, {"function": path}, "reward")
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"function": "a.b", "functions": [{}]}, "function and config say what functions says of several"),
+        ({"config": {"x": 1}}, "exact_match takes no settings"),
+        ({"functions": [{"config": {"x": 1}}]}, "exact_match takes no settings"),
+        ({"functions": [{"function": "a.score"}, {"function": "b:score"}]}, "'score' stands for several"),
+        ({"functions": [{"data_sources": []}]}, r"reward.functions\[0\].data_sources"),
+        ({"functions": [{"weight": 1e7}]}, r"reward.functions\[0\].weight=10000000.0: must be less"),
+        ({"on_error": "ignore"}, "'stop', 'zero' or 'drop'"),
+    ],
+)
+def test_rewards_at_odds_are_refused(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(RewardConfig, section, "reward")
 
 
 def test_a_module_that_is_not_there(folder: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"reward.function=no_such_rewards.score: module .* cannot be imported"
     ) as caught:
-        load_reward(RewardConfig(function="no_such_rewards.score"))
+        load("no_such_rewards.score")
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
     assert str(folder) in str(caught.value)
 
@@ -176,7 +197,7 @@ def test_a_module_that_is_not_there(folder: Path) -> None:
 def test_a_module_that_fails(folder: Path) -> None:
     (folder / "my_failing_rewards.py").write_text("1 / 0\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"cannot be imported .ZeroDivisionError: division by zero") as caught:
-        load_reward(RewardConfig(function="my_failing_rewards.score"))
+        load("my_failing_rewards.score")
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
@@ -193,25 +214,11 @@ def test_a_module_that_fails(folder: Path) -> None:
             "def score(data_source, solution_str, ground_truth, extra_info, more): pass",
             "missing a required argument: 'more'",
         ),
-        ("async def score(**kwargs): pass", "is an async function"),
     ],
 )
 def test_what_is_no_reward_function(folder: Path, request: pytest.FixtureRequest, code: str, message: str) -> None:
     name = f"my_rewards_{abs(hash(request.node.name))}"
     (folder / f"{name}.py").write_text(code + "\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
-        load_reward(RewardConfig(function=f"{name}.score"), field="reward.function")
+        load(f"{name}.score")
     assert str(caught.value).startswith(f"reward.function={name}.score: ")
-
-
-@pytest.mark.fault(27)
-def test_a_function_that_changes_its_arguments_changes_its_own_call_only() -> None:
-    def count(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:  # noqa: ARG001
-        extra_info["calls"].append(1)
-        ground_truth["answers"].append(2)
-        return float(len(extra_info["calls"]) + len(ground_truth["answers"]))
-
-    prompt = Prompt(0, "sums", "1+1=", {"answers": []}, {"calls": []})
-    reward = reward_of(count)
-    assert [reward.score(prompt, "2", "0-0") for _ in range(2)] == [2.0, 2.0]
-    assert (prompt.ground_truth, prompt.extra_info) == ({"answers": []}, {"calls": []})

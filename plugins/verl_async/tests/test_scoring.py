@@ -3,68 +3,131 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from typing import NoReturn
+import math
+from typing import TYPE_CHECKING
 
 import pytest
 
 from plugins.verl_async.tests.fakes import STOP, encoded_prompts, make_scorer
-from verl_async.asynchrony.samples import Draw
+from verl_async.asynchrony.batches import build_sequences
+from verl_async.asynchrony.samples import Draw, EncodedPrompt, ScoredGroup
+from verl_async.config import AlgorithmConfig
+from verl_async.data.prompts import Prompt
 from verl_async.errors import RewardError
 from verl_async.rollout.interface import Generation
+
+if TYPE_CHECKING:
+    from verl_async.asynchrony.scoring import Scorer
 
 DRAW = Draw(4, encoded_prompts(1)[0])
 RIGHT = Generation([11, 12, STOP], [-1.0] * 3, [0] * 3, "stop")
 WRONG = Generation([11], [-1.0], [0], "length")
 
 
+def score(scorer: Scorer, *generations: Generation, draw: Draw = DRAW) -> ScoredGroup:
+    return asyncio.run(scorer.score_group(draw, generations, 2))
+
+
 def test_each_sample_gets_its_reward_and_whether_it_is_exact() -> None:
-    group = asyncio.run(make_scorer(lambda text: 0.5 * len(text)).score(DRAW, [RIGHT, WRONG], 2))
+    group = score(make_scorer(lambda text: 0.5 * len(text)), RIGHT, WRONG)
     assert group.draw is DRAW
     assert group.generations == (RIGHT, WRONG)
     assert group.rewards == (2.5, 1.0)  # "11 12" without the closing token, and "11"
     assert group.exact == (True, False)
-    assert group.num_interruptions == 2
+    assert list(group.metrics) == [{"length": 5}, {"length": 2}]
+    assert (group.num_interruptions, group.num_errors, group.num_dropped) == (2, 0, 0)
 
 
-def test_the_event_loop_goes_on_while_a_function_takes_its_time() -> None:
-    async def main() -> None:
-        go_on = threading.Event()
-        scoring = asyncio.ensure_future(make_scorer(lambda _: float(go_on.wait(5.0))).score(DRAW, [RIGHT]))
-        await asyncio.sleep(0.02)
-        assert not scoring.done()
-        go_on.set()
-        assert (await scoring).rewards == (1.0,)
+def test_all_samples_of_a_group_are_scored_at_once() -> None:
+    async def main() -> ScoredGroup:
+        all_here = asyncio.Barrier(3)
 
-    asyncio.run(main())
+        async def wait(_: str) -> float:
+            await all_here.wait()
+            return 1.0
 
+        return await asyncio.wait_for(make_scorer(wait).score_group(DRAW, [WRONG] * 3), 5.0)
 
-def test_a_failing_function_names_the_sample() -> None:
-    def fail(text: str) -> NoReturn:
-        raise KeyError(text)
-
-    with pytest.raises(RewardError, match=r"sample 4-0 \(prompt row 0\) raised KeyError"):
-        asyncio.run(make_scorer(fail).score(DRAW, [RIGHT, WRONG]))
+    assert asyncio.run(main()).rewards == (1.0,) * 3
 
 
-def test_a_cancelled_scoring_holds_nothing_up() -> None:
-    go_on, called = threading.Event(), []
+def test_the_first_failure_ends_the_calls_beside_it() -> None:
+    ended: list[str] = []
 
-    async def main() -> None:
-        def wait(text: str) -> float:
-            called.append(text)
-            return float(go_on.wait(5.0))
+    async def fail_or_wait(text: str) -> float:
+        if text == "11":
+            raise KeyError(text)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(text)
+        return 0.0
 
-        scoring = asyncio.ensure_future(make_scorer(wait).score(DRAW, [RIGHT, WRONG]))
-        await asyncio.sleep(0.02)
-        scoring.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await scoring
+    with pytest.raises(RewardError, match=r"sample 4-1 \(prompt row 0\) raised KeyError"):
+        score(make_scorer(fail_or_wait), RIGHT, WRONG)
+    assert ended == ["11 12"]
 
-    asyncio.run(main())  # also waits for the threads of its own executor
-    assert called == ["11 12"]
-    go_on.set()
-    for thread in threading.enumerate():
-        if thread.name == "scoring of 4":
-            thread.join(5.0)
-    assert called == ["11 12"]  # the rest of the group is left alone
+
+def test_samples_without_a_reward_leave_their_group_and_are_named() -> None:
+    said: list[str] = []
+    scorer = make_scorer(lambda text: None if text == "11" else 1.0, said.append)
+    group = score(scorer, WRONG, RIGHT, RIGHT)
+    assert (group.generations, group.exact, group.num_dropped, group.is_dropped) == (
+        (RIGHT,) * 2,
+        (True,) * 2,
+        1,
+        False,
+    )
+    assert said == ["warning: sample 4-0 failed: the sample leaves its group"]
+    lost = score(scorer, WRONG, RIGHT)
+    assert (lost.num_dropped, lost.is_dropped) == (1, True)
+    assert scorer.figures([group, lost]) == {
+        "reward": 1.0,
+        "exact_match": 1.0,
+        "reward/length": 5.0,
+        "scoring/errors": 2.0,
+        "scoring/dropped_samples": 2.0,
+        "scoring/dropped_groups": 1.0,
+    }
+    sequences = build_sequences([group, lost], AlgorithmConfig(drop_uniform_groups=False))
+    assert [len(sequence) for sequence in sequences] == [5, 5]
+
+
+def test_of_very_many_failures_the_first_are_named_and_all_are_counted() -> None:
+    said: list[str] = []
+    scorer = make_scorer(lambda _: None, said.append)
+    group = score(scorer, *[WRONG] * 150)
+    assert len(said) == 21
+    assert said[-1].endswith("further ones are only counted, in scoring/errors")
+    assert scorer.figures([group])["scoring/errors"] == 150.0
+
+
+def test_advantages_are_relative_to_the_samples_that_are_left() -> None:
+    scorer = make_scorer(lambda text: None if text == "11" else float(len(text)))
+    group = score(scorer, RIGHT, WRONG, Generation([7], [-1.0], [0], "stop"))
+    config = AlgorithmConfig(normalize_by_std=False)
+    sequences = build_sequences([group], config)
+    assert [sequence.fields["advantages"][-1] for sequence in sequences] == [2.0, -2.0]  # 5 and 1, around 3
+
+
+def test_figures_of_each_data_source_where_there_are_several() -> None:
+    scorer = make_scorer(lambda text: float(len(text)), data_sources=frozenset({"counting", "chess"}))
+    other = Draw(5, EncodedPrompt(Prompt(1, "chess", "", "11", {}), (10,)))
+    figures = scorer.figures([score(scorer, RIGHT, WRONG), score(scorer, WRONG, draw=other)])
+    assert figures == {
+        "reward": 3.0,
+        "exact_match": pytest.approx(2 / 3),
+        "reward/length": 3.0,
+        "data_source/counting/reward": 3.5,
+        "data_source/counting/exact_match": 0.5,
+        "data_source/counting/reward/length": 3.5,
+        "data_source/chess/reward": 2.0,
+        "data_source/chess/exact_match": 1.0,
+        "data_source/chess/reward/length": 2.0,
+    }
+    assert "data_source/counting/reward" in scorer.figures([score(scorer, RIGHT)])
+
+
+def test_a_metric_that_is_not_finite_is_said_to_be_so() -> None:
+    scorer = make_scorer(lambda text: math.inf if text == "11" else -math.inf)
+    assert math.isnan(scorer.figures([score(scorer, RIGHT, WRONG)])["reward"])

@@ -7,13 +7,10 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, model_validator
 
+from verl_async.reward_config import LONGEST_S, RewardConfig
 from verl_engine.contract.bounded import LARGEST_COUNT, Count, CountOrZero, Positive, Ranks, Seed, Threads
 from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.strict_model import StrictModel
-
-_LONGEST_S: Final = 100_000_000
-"""Of a time limit: three years. Far longer ones overflow where clocks count in integers."""
-
 
 _COLDEST: Final = 1e-4
 """Of sampling: logits divided by far less overflow."""
@@ -61,16 +58,6 @@ class SftDataConfig(StrictModel):
     """Order of the examples."""
 
 
-class RewardConfig(StrictModel):
-    """How an answer is scored."""
-
-    function: str = "exact_match"
-    """``exact_match``, or the dotted path of a function (data_source, solution_str, ground_truth, extra_info) ->
-    float."""
-    timeout_s: float = Field(default=60.0, gt=0, le=_LONGEST_S)
-    """For one call of the function."""
-
-
 class RolloutConfig(StrictModel):
     """Who generates, and how."""
 
@@ -96,7 +83,7 @@ class RolloutConfig(StrictModel):
     """Keep the k likeliest tokens; 0 keeps all."""
     max_batch_prompts: Ranks = 64
     """Prompts that one worker decodes at a time (times ``n`` sequences)."""
-    timeout_s: float = Field(default=600.0, gt=0, le=_LONGEST_S)
+    timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_S)
     """For one call of generate; then the job ends and names the worker."""
 
 
@@ -150,7 +137,7 @@ class TrainerConfig(StrictModel):
     longer sequence gets a micro-batch of its own."""
     master_port: int | None = Field(default=None, ge=1024, le=65535)
     """Port of the trainer's process group; by default a free one."""
-    timeout_s: float = Field(default=600.0, gt=0, le=_LONGEST_S)
+    timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_S)
     """For one call to the trainer ranks; then the job ends and names those that did not answer."""
 
 
@@ -169,7 +156,7 @@ class SftTrainerConfig(StrictModel):
     longer sequence gets a micro-batch of its own."""
     master_port: int | None = Field(default=None, ge=1024, le=65535)
     """Port of the trainer's process group; by default a free one."""
-    timeout_s: float = Field(default=600.0, gt=0, le=_LONGEST_S)
+    timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_S)
     """For one call to the trainer ranks; then the job ends and names those that did not answer."""
 
 
@@ -201,7 +188,7 @@ class WeightSyncConfig(StrictModel):
     """Size of a flat bucket; two are in flight. A larger single tensor gets a bucket of its own size."""
     transport: Literal["auto", "shared_memory", "object_store"] = "auto"
     """``shared_memory`` within one machine, ``object_store`` (Ray's) across machines; ``auto`` looks where they are."""
-    timeout_s: float = Field(default=300.0, gt=0, le=_LONGEST_S)
+    timeout_s: float = Field(default=300.0, gt=0, le=LONGEST_S)
     """For one whole sync; then the job ends and names who did not answer."""
 
 

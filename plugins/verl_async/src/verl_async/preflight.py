@@ -5,6 +5,7 @@ Each check raises one error that names the setting at fault. No torch, transform
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Final
 
 from verl_async.config import TrainJob
@@ -12,7 +13,8 @@ from verl_async.data.examples import COLUMNS as EXAMPLE_COLUMNS
 from verl_async.data.examples import read_examples
 from verl_async.data.prompts import COLUMNS as PROMPT_COLUMNS
 from verl_async.data.prompts import read_prompts
-from verl_async.data.reward_process import open_reward
+from verl_async.data.reward_pool import RewardPool
+from verl_async.data.rewards import Sample
 from verl_async.data.rows import MEDIA, list_names
 from verl_async.machine import check_port, check_processes, check_shared_memory
 from verl_async.model_folder import check_model_folder, remark_on_vocabulary
@@ -25,8 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from verl_async.config import RewardConfig, SftJob
+    from verl_async.config import SftJob
     from verl_async.data.prompts import Prompt
+    from verl_async.reward_config import RewardConfig
     from verl_engine.contract.kinds import KindSpec
 
 _MOST_TRIALS: Final = 8
@@ -50,7 +53,7 @@ def check_train_job(job: TrainJob, output: Path | None, overwrite: bool = False)
     prompts = read_prompts(job.data.prompts, "data.prompts", found=columns)
     remarks += _remark_on_columns(where, columns, PROMPT_COLUMNS)
     held_out, more = _read_evaluation(job)
-    _try_reward(job.reward, [*prompts, *held_out])
+    more += _try_reward(job.reward, [*prompts, *held_out])
     wanted = job.trainer.mini_batch_size * job.async_training.require_batches
     return [*remarks, *more, *_remark_on_few(len(prompts), wanted, where, "prompts")]
 
@@ -63,8 +66,7 @@ def check_sft_job(job: SftJob, output: Path | None, overwrite: bool = False) -> 
     remarks += _remark_on_columns(where, columns, EXAMPLE_COLUMNS)
     if job.evaluation is not None:
         held_out, more = _read_evaluation(job)
-        _try_reward(job.reward, held_out)
-        remarks += more
+        remarks += more + _try_reward(job.reward, held_out)
     return [*remarks, *_remark_on_few(len(examples), job.trainer.batch_size, where, "examples")]
 
 
@@ -130,16 +132,33 @@ def _remark_on_columns(where: str, found: set[str], used: Sequence[str]) -> list
     return [f"{where}: nothing reads the columns {list_names(unused)}"] if unused else []
 
 
-def _try_reward(config: RewardConfig, prompts: Sequence[Prompt]) -> None:
-    """Score the ground truth of the first prompt of each data source: reward functions often choose by it."""
-    reward = open_reward(config)
+def _try_reward(config: RewardConfig, prompts: Sequence[Prompt]) -> list[str]:
+    """Score the ground truth of the first prompt of each data source: reward functions often choose by it.
+
+    Returns:
+        Remarks: data sources that no prompt has; and what failed, where that does not stop the job.
+    """
     firsts: dict[str, Prompt] = {}
     for prompt in prompts:
         firsts.setdefault(prompt.data_source, prompt)
-    for prompt in list(firsts.values())[:_MOST_TRIALS]:
+    samples = [
         # The score itself says nothing: many functions expect more around an answer than the bare ground truth.
-        sample_id = f"{prompt.index} of {prompt.data_source}, tried before the start"
-        reward.score(prompt, str(prompt.ground_truth), sample_id)
+        Sample(prompt, str(prompt.ground_truth), f"{prompt.index} of {prompt.data_source}, tried before the start")
+        for prompt in list(firsts.values())[:_MOST_TRIALS]
+    ]
+    remarks = [
+        f"{at}.data_sources: no prompt has the data_source {name!r}"
+        for at, function in config.all_functions
+        for name in sorted(set(function.data_sources or ()) - firsts.keys())
+    ]
+
+    async def score() -> list[str]:
+        pool = RewardPool(config)
+        pool.check_sources(firsts)
+        async with pool:
+            return [error for sample in samples for error in (await pool.score(sample)).errors]
+
+    return remarks + asyncio.run(score())
 
 
 def _remark_on_few(found: int, wanted: int, where: str, what: str) -> list[str]:

@@ -60,7 +60,7 @@ def assemble_training(
     budget = StalenessBudget(limit, per_step * job.trainer.num_steps)
     queue = SampleQueue(job.async_training.queue_size or limit)
     source = PromptSource(prompts, job.data.seed, job.data.shuffle)
-    scorer = texts.scorer(job.reward)
+    scorer = texts.scorer(job.reward, [*prompts, *held_out], watchers.listener.on_note)
     weights = _weight_sync(job, actors.trainer, workers, interrupt=job.async_training.partial_rollout)
     rollouts = [
         RolloutLoop(
@@ -90,6 +90,7 @@ def assemble_training(
             job.async_training.trigger_parameter_sync_step,
         ),
         weights=weights,
+        scorer=scorer,
         evaluation=_evaluation(job, texts, held_out, workers, watchers, scorer),
         timeline=watchers.timeline,
         listener=watchers.listener,
@@ -106,7 +107,7 @@ def assemble_supervised(
 ) -> SupervisedTraining:
     """Build the supervised job; without evaluation it needs no rollout workers."""
     workers = [RolloutWorker(client) for client in actors.rollouts]
-    scorer = texts.scorer(job.reward) if job.evaluation else None
+    scorer = texts.scorer(job.reward, held_out, watchers.listener.on_note) if job.evaluation else None
     evaluation = _evaluation(job, texts, held_out, workers, watchers, scorer)
     weights = _weight_sync(job, actors.trainer, workers, interrupt=False)
     return SupervisedTraining(
@@ -128,7 +129,7 @@ def _longest_step_s(job: TrainJob, num_held_out: int) -> float:
     num_answers = -(-num_held_out // job.rollout.num_workers)
     num_batches = -(-num_answers // (job.rollout.max_batch_prompts * job.rollout.n))
     # One batch more: the workers finish what they generate before they evaluate.
-    evaluation_s = (num_batches + 1) * job.rollout.timeout_s + num_answers * job.reward.timeout_s
+    evaluation_s = (num_batches + 1) * job.rollout.timeout_s + job.reward.longest_s(num_held_out)
     return num_calls * job.trainer.timeout_s + sync_s + evaluation_s
 
 

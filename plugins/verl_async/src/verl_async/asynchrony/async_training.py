@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from verl_async.asynchrony.rollout_loop import RolloutLoop
     from verl_async.asynchrony.sample_queue import SampleQueue
     from verl_async.asynchrony.samples import ScoredGroup
+    from verl_async.asynchrony.scoring import Scorer
     from verl_async.asynchrony.staleness import StalenessBudget
     from verl_async.asynchrony.timeline import Timeline
     from verl_async.asynchrony.weight_sync import WeightSync
@@ -35,6 +36,7 @@ class AsyncTraining:
     budget: StalenessBudget
     update: PolicyUpdate
     weights: WeightSync
+    scorer: Scorer
     evaluation: Evaluation | None
     timeline: Timeline
     listener: JobListener
@@ -47,6 +49,10 @@ class AsyncTraining:
         Raises:
             EngineError: from whichever loop failed.
         """
+        async with self.scorer.pool:
+            await self._run()
+
+    async def _run(self) -> None:
         training = asyncio.ensure_future(self._train())
         loops = {training, *(asyncio.ensure_future(loop.run()) for loop in self.rollouts)}
         try:
@@ -81,7 +87,8 @@ class AsyncTraining:
         """Take groups from the queue, in the order in which their prompts were drawn."""
         with self.timeline.span("trainer", "wait for samples"):
             # A batch is generated, then comes group by group as each is scored.
-            timeout_s = self.job.rollout.timeout_s + self.job.rollout.n * self.job.reward.timeout_s
+            num_scored = self.job.rollout.n * len(self.rollouts)
+            timeout_s = self.job.rollout.timeout_s + self.job.reward.longest_s(num_scored)
             groups = await self.queue.take(count, timeout_s)
         self.budget.trained(count)
         return sorted(groups, key=lambda group: group.draw.number)
@@ -100,14 +107,16 @@ class AsyncTraining:
     def _report(
         self, step: int, groups: list[ScoredGroup], version: int, figures: dict[str, float], seconds: float
     ) -> None:
-        self._stale_samples += sum(group.oldest_version < version for group in groups)
-        self._partial_samples += sum(group.num_interruptions > 0 for group in groups)
+        kept = [group for group in groups if not group.is_dropped]
+        self._stale_samples += sum(group.oldest_version < version for group in kept)
+        self._partial_samples += sum(group.num_interruptions > 0 for group in kept)
         tokens = figures.pop("trained_tokens")
         self.listener.on_step(
             step,
             self.job.trainer.num_steps,
             figures
-            | group_figures(groups, version)
+            | self.scorer.figures(groups)
+            | group_figures(kept, version)
             | {
                 "tokens_per_s": tokens / seconds,
                 "seconds": seconds,
@@ -124,14 +133,14 @@ def group_figures(groups: Sequence[ScoredGroup], version: int) -> dict[str, floa
     """Summarize what was sampled.
 
     Args:
-        groups: of one training step.
+        groups: of one training step, without those that were dropped.
         version: of the weights that the rollout workers had when the step began; staleness counts from it.
     """
+    if not groups:
+        return {}
     generations = [generation for group in groups for generation in group.generations]
     staleness = [version - group.oldest_version for group in groups]
     return {
-        "reward": fmean(reward for group in groups for reward in group.rewards),
-        "exact_match": fmean(exact for group in groups for exact in group.exact),
         "response_tokens": fmean(len(generation.token_ids) for generation in generations),
         "truncated_ratio": fmean(generation.finish_reason == "length" for generation in generations),
         "staleness_mean": fmean(staleness),

@@ -54,17 +54,25 @@ def build_sequences(groups: list[ScoredGroup], config: AlgorithmConfig) -> list[
     ``rollout_log_probs``.
 
     Returns:
-        One sequence a sample, group after group; groups with equal rewards are left out if so configured.
+        One sequence a sample, group after group; groups with fewer than two scored samples are left out, and those
+        with equal rewards if so configured.
     """
-    rewards_NG = torch.tensor([group.rewards for group in groups], dtype=torch.float64)  # squares need room
-    advantages_NG = grpo_advantages(rewards_NG, normalize_by_std=config.normalize_by_std).tolist()
-    drop = uniform_groups(rewards_NG).tolist() if config.drop_uniform_groups else [False] * len(groups)
     return [
         _build_sequence(group.draw.encoded.token_ids, generation, advantage)
-        for group, advantages, dropped in zip(groups, advantages_NG, drop, strict=True)
-        if not dropped
-        for generation, advantage in zip(group.generations, advantages, strict=True)
+        for group in groups
+        for generation, advantage in zip(group.generations, _advantages(group, config), strict=False)
     ]
+
+
+def _advantages(group: ScoredGroup, config: AlgorithmConfig) -> list[float]:
+    """Return each sample's advantage; none where the group is left out."""
+    if group.is_dropped:
+        return []
+    rewards_1G = torch.tensor([group.rewards], dtype=torch.float64)  # squares need room
+    if config.drop_uniform_groups and uniform_groups(rewards_1G).item():
+        return []
+    advantages: list[float] = grpo_advantages(rewards_1G, normalize_by_std=config.normalize_by_std)[0].tolist()
+    return advantages
 
 
 def with_old_log_probs(sequences: list[Sequence], log_probs: list[npt.NDArray[np.float32]]) -> list[Sequence]:

@@ -49,23 +49,23 @@ class Evaluation:
             figures = await self.run()
         self.listener.on_evaluation(step, figures)
         self.listener.on_status("training")
-        return self.config.stop_at_exact_match is not None and figures["exact_match"] >= self.config.stop_at_exact_match
+        aim = self.config.stop_at_exact_match
+        return aim is not None and figures.get("exact_match", 0.0) >= aim
 
     async def run(self) -> dict[str, float]:
         """Answer and score all prompts; workers finish what they generate first.
 
         Returns:
-            ``exact_match``, ``reward`` and ``response_tokens``, each a mean over the prompts.
+            ``response_tokens``, and what `Scorer.figures` says: means over the samples that could be scored.
         """
         draws = [Draw(number, encoded) for number, encoded in enumerate(self.prompts)]
         shares = [draws[place :: len(self.workers)] for place in range(len(self.workers))]
         answered = await together(*map(self._answer, self.workers, shares))
         groups = [group for share in answered for group in share]
-        return {
-            "exact_match": fmean(group.exact[0] for group in groups),
-            "reward": fmean(group.rewards[0] for group in groups),
-            "response_tokens": fmean(len(group.generations[0].token_ids) for group in groups),
-        }
+        figures = self.scorer.figures(groups)
+        if lengths := [len(one.token_ids) for group in groups for one in group.generations]:
+            figures["response_tokens"] = fmean(lengths)
+        return figures
 
     async def _answer(self, worker: RolloutWorker, draws: list[Draw]) -> list[ScoredGroup]:
         size = self.rollout.max_batch_prompts * self.rollout.n  # as many sequences as in training
@@ -79,8 +79,9 @@ class Evaluation:
                         f"{worker.name} did not answer {len(part)} evaluation prompts",
                         client.generate([draw.requests(1, self.sampling, _SEED)[0] for draw in part]),
                     )
-                    groups += [
-                        await self.scorer.score(draw, [generation])
+                    scoring = (
+                        self.scorer.score_group(draw, [generation])
                         for draw, generation in zip(part, generations, strict=True)
-                    ]
+                    )
+                    groups += await together(*scoring)
         return groups

@@ -13,7 +13,7 @@ from verl_async.asynchrony.samples import EncodedPrompt
 from verl_async.asynchrony.scoring import Scorer
 from verl_async.data.examples import read_examples
 from verl_async.data.prompts import read_prompts
-from verl_async.data.reward_process import open_reward
+from verl_async.data.reward_pool import RewardPool
 from verl_async.data.tokenization import check_vocabulary, encode_example, encode_prompt, stop_token_ids
 from verl_async.errors import DataError
 from verl_async.rollout.interface import SamplingParams
@@ -23,12 +23,14 @@ from verl_engine.contract.model_code import why_not_loaded
 from verl_engine.engine.weights.model_files import side_files
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from transformers import PreTrainedTokenizerBase
 
-    from verl_async.config import RewardConfig, RolloutConfig, SftJob, TrainJob
+    from verl_async.config import RolloutConfig, SftJob, TrainJob
     from verl_async.data.prompts import Prompt
+    from verl_async.reward_config import RewardConfig
     from verl_engine.batch.sequence import Sequence
 
 _log: Final = logging.getLogger(__name__)
@@ -96,9 +98,10 @@ class ModelTexts:
             stop_token_ids=self.stop_token_ids,
         )
 
-    def scorer(self, config: RewardConfig) -> Scorer:
-        """Return what scores the model's answers."""
-        return Scorer(open_reward(config), self.tokenizer)
+    def scorer(self, config: RewardConfig, prompts: Iterable[EncodedPrompt], say: Callable[[str], None]) -> Scorer:
+        """Return what scores the model's answers to some prompts, and says which could not be scored."""
+        sources = frozenset(encoded.prompt.data_source for encoded in prompts)
+        return Scorer(RewardPool(config), self.tokenizer, say, sources)
 
     def save(self, folder: Path) -> None:
         """Copy beside trained weights what their engine left out: the tokenizer's files as they are, templates, code.

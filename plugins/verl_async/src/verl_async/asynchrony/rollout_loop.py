@@ -51,7 +51,7 @@ class RolloutLoop:
             draws = [self.source.draw(number) for number in numbers]
             for draw, (samples, num_interruptions) in zip(draws, await self._generate(draws), strict=True):
                 with self.timeline.span(self.worker.name, "score"):
-                    group = await self.scorer.score(draw, samples, num_interruptions)
+                    group = await self.scorer.score_group(draw, samples, num_interruptions)
                 with self.timeline.span(self.worker.name, "wait for trainer"):
                     await self.queue.put(group, self.put_timeout_s)
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from verl_async.rollout.interface import GenerationRequest
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from verl_async.data.prompts import Prompt
     from verl_async.rollout.interface import Generation, SamplingParams
+
+
+_FEWEST: Final = 2
+"""Samples that have advantages relative to each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +50,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class ScoredGroup:
-    """All samples of one draw, finished and scored."""
+    """All samples of one draw that could be scored."""
 
     draw: Draw
     generations: tuple[Generation, ...]
@@ -52,6 +58,17 @@ class ScoredGroup:
     exact: tuple[bool, ...]
     num_interruptions: int
     """How many times generation stopped for new weights and went on."""
+    metrics: tuple[Mapping[str, float], ...] = ()
+    """Other numbers of the rewards, by sample."""
+    num_errors: int = 0
+    """Calls of reward functions that failed."""
+    num_dropped: int = 0
+    """Samples that left the group as they could not be scored."""
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether too few samples are left to compare: the group is counted, and not trained on."""
+        return self.num_dropped > 0 and len(self.generations) < _FEWEST
 
     @property
     def oldest_version(self) -> int:

@@ -1,72 +1,134 @@
-"""From tokens to rewards."""
+"""From tokens to rewards, sample by sample."""
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import TYPE_CHECKING, Final, Protocol, Self
 
 from verl_async.asynchrony.samples import ScoredGroup
+from verl_async.asynchrony.waiting import together
+from verl_async.data.rewards import Sample
 from verl_async.data.tokenization import decode_response
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
     from transformers import PreTrainedTokenizerBase
 
     from verl_async.asynchrony.samples import Draw
-    from verl_async.data.reward_process import RewardProcess
-    from verl_async.data.rewards import Reward
+    from verl_async.data.reward_pool import Score
     from verl_async.rollout.interface import Generation
 
+_MOST_SHOWN: Final = 20
+"""Failed samples that are shown one by one; all are counted."""
 
-@dataclass(frozen=True, slots=True)
+
+class Pool(Protocol):
+    """Scores samples; see `verl_async.data.reward_pool.RewardPool`."""
+
+    async def __aenter__(self) -> Self:
+        """Open it."""
+
+    async def __aexit__(self, *error: object) -> None:
+        """Close it."""
+
+    async def score(self, sample: Sample) -> Score:
+        """Score one sample."""
+
+
+@dataclass(slots=True)
 class Scorer:
-    """Decodes answers and scores them, in a thread: a user's function may take its time.
+    """Decodes responses and has them scored, any number at once."""
 
-    The thread is none of the event loop's: those are waited for when the loop ends, so Ctrl-C would take as long as the
-    function still does for the rest of the group.
-    """
-
-    reward: Reward | RewardProcess
+    pool: Pool
     tokenizer: PreTrainedTokenizerBase
+    say: Callable[[str], None]
+    """Told which samples could not be scored."""
+    data_sources: frozenset[str] = frozenset()
+    """Of all prompts of the job."""
+    _num_errors: int = field(default=0, init=False)
 
-    async def score(self, draw: Draw, generations: list[Generation], num_interruptions: int = 0) -> ScoredGroup:
-        """Score the samples of one draw.
+    async def score(self, draw: Draw, place: int, generation: Generation) -> Score:
+        """Score one sample, as soon as it is generated.
 
+        Args:
+            draw: the prompt.
+            place: of the sample in its group.
+            generation: its tokens.
         Raises:
-            RewardError: the reward function failed or took too long; names the sample.
+            RewardError: a reward function failed and ``reward.on_error`` is ``stop``; names the sample.
         """
-        scored: Future[ScoredGroup] = Future()
-        scored.set_running_or_notify_cancel()
-        cancelled = threading.Event()
+        text = decode_response(self.tokenizer, generation.token_ids)
+        score = await self.pool.score(Sample(draw.encoded.prompt, text, draw.sample_id(place)))
+        for error in score.errors:
+            self._num_errors += 1
+            cost = "the sample leaves its group" if score.reward is None else "this score counts as 0"
+            if self._num_errors <= _MOST_SHOWN:
+                self.say(f"warning: {error}: {cost}")
+            if self._num_errors == _MOST_SHOWN:
+                self.say(
+                    f"warning: {_MOST_SHOWN} rewards have failed; further ones are only counted, in scoring/errors"
+                )
+        return score
 
-        def run() -> None:
-            try:
-                scored.set_result(self._score(draw, generations, num_interruptions, cancelled))
-            except BaseException as error:  # noqa: BLE001 - raised again where it is awaited
-                scored.set_exception(error)
-
-        threading.Thread(target=run, name=f"scoring of {draw.number}", daemon=True).start()
-        try:
-            return await asyncio.wrap_future(scored)
-        finally:
-            cancelled.set()
-
-    def _score(
-        self, draw: Draw, generations: list[Generation], num_interruptions: int, cancelled: threading.Event
+    async def score_group(
+        self, draw: Draw, generations: Sequence[Generation], num_interruptions: int = 0
     ) -> ScoredGroup:
-        prompt = draw.encoded.prompt
-        answers = [decode_response(self.tokenizer, generation.token_ids) for generation in generations]
-        rewards = []
-        for place, answer in enumerate(answers):
-            if cancelled.is_set():
-                raise asyncio.CancelledError
-            rewards.append(self.reward.score(prompt, answer, draw.sample_id(place)))
-        return ScoredGroup(
-            draw=draw,
-            generations=tuple(generations),
-            rewards=tuple(rewards),
-            exact=tuple(self.reward.is_exact(prompt, answer) for answer in answers),
-            num_interruptions=num_interruptions,
-        )
+        """Score all samples of a draw at once; see `score`."""
+        scores = await together(*(self.score(draw, place, one) for place, one in enumerate(generations)))
+        return finished_group(draw, generations, scores, num_interruptions)
+
+    def figures(self, groups: Iterable[ScoredGroup]) -> dict[str, float]:
+        """Average what the reward functions say of some groups, and count what failed.
+
+        Returns:
+            ``reward``, ``exact_match``, and ``reward/KEY`` for each other number that a function returned: means over
+            the samples that have it. Where the job has several data sources, also of each, behind
+            ``data_source/SOURCE/``. Once a reward has failed: ``scoring/errors``, ``scoring/dropped_samples`` and
+            ``scoring/dropped_groups``.
+        """
+        groups = list(groups)
+        values: defaultdict[str, list[float]] = defaultdict(list)
+        for group in groups:
+            for name, value in _figures(group):
+                values[name].append(value)
+                if len(self.data_sources) > 1:
+                    values[f"data_source/{group.draw.encoded.prompt.data_source}/{name}"].append(value)
+        figures = {name: _mean(numbers) for name, numbers in values.items()}
+        if self._num_errors:
+            figures["scoring/errors"] = float(sum(group.num_errors for group in groups))
+            figures["scoring/dropped_samples"] = float(sum(group.num_dropped for group in groups))
+            figures["scoring/dropped_groups"] = float(sum(group.is_dropped for group in groups))
+        return figures
+
+
+def finished_group(
+    draw: Draw, generations: Sequence[Generation], scores: Sequence[Score], num_interruptions: int
+) -> ScoredGroup:
+    """Put a group together when its last sample is scored; samples without a reward leave it."""
+    kept = [place for place, score in enumerate(scores) if score.reward is not None]
+    return ScoredGroup(
+        draw=draw,
+        generations=tuple(generations[place] for place in kept),
+        rewards=tuple(reward for score in scores if (reward := score.reward) is not None),
+        exact=tuple(scores[place].is_exact for place in kept),
+        num_interruptions=num_interruptions,
+        metrics=tuple(scores[place].metrics for place in kept),
+        num_errors=sum(len(score.errors) for score in scores),
+        num_dropped=len(scores) - len(kept),
+    )
+
+
+def _mean(values: list[float]) -> float:
+    return fmean(values) if all(map(math.isfinite, values)) else math.nan
+
+
+def _figures(group: ScoredGroup) -> Iterator[tuple[str, float]]:
+    for reward, exact, metrics in zip(group.rewards, group.exact, group.metrics, strict=True):
+        yield "reward", reward
+        yield "exact_match", float(exact)
+        for key, value in metrics.items():
+            yield f"reward/{key}", value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,10 @@ class SupervisedTraining:
 
     async def run(self) -> None:
         """Train to the end, or until the evaluation has reached its aim."""
+        async with self.evaluation[0].scorer.pool if self.evaluation else nullcontext():
+            await self._run()
+
+    async def _run(self) -> None:
         order = EpochOrder(len(self.examples), self.job.data.shuffle, self.job.data.seed)
         if await self._evaluate(0):
             return

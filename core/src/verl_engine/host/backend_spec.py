@@ -31,12 +31,7 @@ def check_backend_spec(spec: BackendSpec, label: str) -> None:
 
 
 def declared_patches(spec: BackendSpec, config: EngineConfig, label: str) -> tuple[DeclaredPatch, ...]:
-    """Ask a backend what it patches under a config.
-
-    Raises:
-        HookError: that failed, or it gave something else.
-        EngineError: the backend refuses the config: it names a device that is not there, say.
-    """
+    """Ask a backend what it patches under a config; `HookError` where it cannot say, its own error where it refuses."""
     try:
         declared: object = spec.declared_patches(config)
     except EngineError:
@@ -48,9 +43,8 @@ def declared_patches(spec: BackendSpec, config: EngineConfig, label: str) -> tup
 
 def _check_patches(declared: object, label: str) -> tuple[DeclaredPatch, ...]:
     if not isinstance(declared, tuple):
-        raise HookError(
-            f"{label}: SPEC.patches={declared!r} must be a tuple of DeclaredPatch, or a function of the config"
-        )
+        what = "a tuple of DeclaredPatch, or a function of the config"
+        raise HookError(f"{label}: SPEC.patches={declared!r} must be {what}")
     for patch in declared:
         if not isinstance(patch, DeclaredPatch):
             raise HookError(f"{label}: SPEC.patches holds {patch!r}; write DeclaredPatch('module:name', 'why')")

@@ -50,12 +50,7 @@ class Preparation:
         """Modules, and originals, that a whole search for references found nothing in, and of."""
 
     def run(self, hook: Callable[[], object]) -> None:
-        """Call the hook, and check that it patched what the backend declares.
-
-        Raises:
-            PatchError: a declared patch did not take, or somebody holds an original.
-            Exception: whatever the hook raises. What it patched is put back, as far as is known here.
-        """
+        """Call the hook and `check`; where either fails, what was patched is put back, as far as it is known here."""
         self.state = "running"
         try:
             with owned_by(self.label, "preparation"):
@@ -99,13 +94,10 @@ class Preparation:
         self.check_names()
 
     def check(self) -> None:
-        """Check that every name is patched, and that nobody holds an original.
+        """Check that every name is patched, and that nobody holds an original; else raise a PatchError that says where.
 
         The search through all modules takes ten times as long as building a small engine. It is made again only where
         a module or an original came in since: only an import can have taken an original, before it was patched.
-
-        Raises:
-            PatchError: names each that is not, or each place with an original.
         """
         self.check_names()
         present: set[object] = {(name, id(module)) for name, module in sys.modules.items()}
@@ -191,11 +183,8 @@ _preparations: dict[int, Preparation] = {}
 
 
 def prepare(preparation: Preparation, hook: Callable[[], object]) -> None:
-    """Prepare this process for a backend, unless it is already.
+    """Prepare this process for a backend by its ``engine_prepare_process``, unless it is prepared already.
 
-    Args:
-        preparation: who prepares, with what.
-        hook: runs ``engine_prepare_process``.
     Raises:
         ImportOrderError: a module that the backend must precede is imported already.
         PreparationConflictError: the process is prepared with other settings, or for one that patches the same names.

@@ -82,12 +82,8 @@ def fix_references(target: str) -> list[str]:
     For backends whose patcher replaces names only, and not what others took from them sooner. Places that the backend
     lists as ``kept_by``, such as its own wrappers, are not known here: call it for names that nobody keeps on purpose.
 
-    Args:
-        target: as for `patch`.
     Returns:
-        The places that were changed.
-    Raises:
-        PatchError: one cannot be changed.
+        The places that were changed; a PatchError where one cannot be.
     """
     name = Target.parse(target)
     references = find_references(replaced_objects(name))

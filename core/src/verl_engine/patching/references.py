@@ -43,11 +43,7 @@ class Reference(NamedTuple):
         return f"{self.module}:{self.place}"
 
     def replace(self, value: object) -> None:
-        """Put something else there.
-
-        Raises:
-            PatchError: the place cannot be changed.
-        """
+        """Put something else there; a PatchError where the place cannot be changed."""
         try:
             self.put(value)
         except (AttributeError, TypeError) as error:

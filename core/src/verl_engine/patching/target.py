@@ -29,11 +29,7 @@ class Target(NamedTuple):
 
     @classmethod
     def parse(cls, text: object) -> Target:
-        """Read ``module:attribute``.
-
-        Raises:
-            PatchError: it is not of this form.
-        """
+        """Read ``module:attribute``; a PatchError where it is not of this form."""
         module, _, path = text.partition(":") if isinstance(text, str) else ("", "", "")
         if not all(part.isidentifier() for part in (*module.split("."), *path.split("."))):
             raise PatchError(

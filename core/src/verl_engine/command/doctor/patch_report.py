@@ -66,36 +66,30 @@ def describe_patches(backend: str, section: Mapping[str, Any] | None = None, tim
     except json.JSONDecodeError:  # it died, by a signal say
         words = done.stderr.strip()[-2000:]
         return PatchReport(backend, error=f"the process ended with exit code {done.returncode} and no report: {words}")
-    patches = tuple(PatchRecord(**record) for record in result.pop("patches"))
-    return PatchReport(**{**result, "patches": patches, "waiting": tuple(result["waiting"])})
+    patches = tuple(PatchRecord(**record) for record in result["patches"])
+    return PatchReport(**{**result, "patches": patches, "waiting": tuple(result.get("waiting", ()))})
 
 
 def main() -> None:
     """Prepare this process for the backend of the first argument, and print one JSON object as the last line."""
     backend, section = sys.argv[1], json.loads(sys.argv[2])
     sys.argv[1:] = []  # some frameworks read the arguments of whoever imports them
+    found: dict[str, Any] = {"backend": backend}
     with contextlib.redirect_stdout(sys.stderr):
-        report = _prepare(backend, section)
-    sys.stdout.write(f"\n{json.dumps(asdict(report))}\n")
+        try:
+            host = BackendHost.load(backend)
+            config = validate(host.spec.config_class, {"backend": backend, **section}, at="engine")
+            host.prepare_process(config)
+            waiting = found["waiting"] = waiting_modules(host.label)
+            declared = [(patch.target, patch.reason) for patch in host.spec.declared_patches(config)]
+            found["declared"] = {name: why for name, why in declared if name.partition(":")[0] in waiting}
+        except Exception as failure:  # noqa: BLE001 - a plugin's hook can raise anything, and the report must say so
+            by = "" if isinstance(failure, EngineError) else " (raised by engine_prepare_process)"
+            found["error"] = f"{type(failure).__name__}: {failure}{by}"
+    found["patches"] = [asdict(record) for record in records()]
+    sys.stdout.write(f"\n{json.dumps(found)}\n")
     sys.stdout.flush()
     os._exit(0)  # no framework's own clean-up may spoil the exit code, or hang
-
-
-def _prepare(backend: str, section: dict[str, Any]) -> PatchReport:
-    error, waiting, declared = "", [], {}
-    try:
-        host = BackendHost.load(backend)
-        known = {"backend": backend, "learning_rate": 1e-6}
-        config = validate(host.spec.config_class, {**known, **section}, at="engine")
-        host.prepare_process(config)
-        waiting = waiting_modules(host.label)
-        for patch in host.spec.declared_patches(config):
-            if patch.target.partition(":")[0] in waiting:
-                declared[patch.target] = patch.reason
-    except Exception as failure:  # noqa: BLE001 - a plugin's hook can raise anything, and the report must say so
-        by = "" if isinstance(failure, EngineError) else " (raised by engine_prepare_process)"
-        error = f"{type(failure).__name__}: {failure}{by}"
-    return PatchReport(backend, records(), tuple(waiting), declared, error)
 
 
 if __name__ == "__main__":

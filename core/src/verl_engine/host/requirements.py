@@ -6,6 +6,7 @@ requirements such as ``torch>=2.5,<3`` are compared here.
 
 from __future__ import annotations
 
+import operator
 import re
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,14 @@ _PLAIN = re.compile(
 )
 _EXTRA = re.compile(r"""extra\s*==\s*["']([^"']*)["']""")
 _CLAUSE = re.compile(r"([<>]=?|[=!]=)([\d.]+)")
+_COMPARE = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+    "==": operator.eq,
+    "!=": operator.ne,
+}
 _RELEASE = re.compile(r"\d+(?:\.\d+)*(?=\+|$)")
 
 
@@ -89,7 +98,7 @@ def _is_met(specification: str, installed: Mapping[str, Distribution]) -> bool:
     release = _RELEASE.match(found.version)
     if release is None:  # a pre-release, say: packaging knows how those compare
         return not clauses or _is_met_by_packaging(specification, installed)
-    return all(_compare(_numbers(release[0]), operator, _numbers(bound)) for operator, bound in clauses)
+    return all(_COMPARE[sign](_numbers(release[0]), _numbers(bound)) for sign, bound in clauses)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -97,22 +106,6 @@ def _numbers(version: str) -> tuple[int, ...]:
     while len(numbers) > 1 and numbers[-1] == 0:  # 2.0 is 2
         numbers.pop()
     return tuple(numbers)
-
-
-def _compare(have: tuple[int, ...], operator: str, bound: tuple[int, ...]) -> bool:
-    match operator:
-        case ">=":
-            return have >= bound
-        case "<=":
-            return have <= bound
-        case ">":
-            return have > bound
-        case "<":
-            return have < bound
-        case "==":
-            return have == bound
-        case _:
-            return have != bound
 
 
 def _is_met_by_packaging(specification: str, installed: Mapping[str, Distribution]) -> bool:

@@ -40,7 +40,7 @@ def module_state(module: torch.nn.Module, optimizer: torch.optim.Optimizer | Non
     if optimizer is not None:
         is_fresh = not optimizer.state
         if is_fresh:
-            _fill_state(optimizer)
+            fill_state(optimizer)
         state["optimizer"] = get_optimizer_state_dict(module, optimizer)
         state["optimizer"]["param_groups"] = _together(state["optimizer"]["param_groups"])
         if is_fresh:
@@ -116,9 +116,10 @@ def _unsaved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tenso
                 yield _WRAPPERS.sub("", f"{prefix}.{name}" if prefix else name), buffer
 
 
-def _fill_state(optimizer: torch.optim.Optimizer) -> None:
+def fill_state(optimizer: torch.optim.Optimizer) -> None:
     """Give an optimizer that never stepped the state that it will have, all zero, by a step without effect."""
     trained = [entry for group in optimizer.param_groups for entry in group["params"] if entry.requires_grad]
+    gradients = [parameter.grad for parameter in trained]
     rates = [group["lr"] for group in optimizer.param_groups]
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
@@ -128,8 +129,8 @@ def _fill_state(optimizer: torch.optim.Optimizer) -> None:
     type(optimizer).step(optimizer)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    for parameter in trained:
-        parameter.grad = None
+    for parameter, gradient in zip(trained, gradients, strict=True):
+        parameter.grad = gradient
     for state in optimizer.state.values():
         if isinstance(state.get("step"), torch.Tensor):
             state["step"].zero_()  # the step without effect was counted

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from verl_engine.contract.errors import UnsupportedError
+from verl_engine.engine.checkpoints.module import fill_state
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,7 +60,7 @@ def optimizer_state(weights: FlatWeights, optimizer: torch.optim.Optimizer, mesh
     """
     is_fresh = not optimizer.state  # so is that of a rank whose pieces are all empty
     if is_fresh:
-        _fill(optimizer)
+        fill_state(optimizer)
     keys = _agreed(_kinds(weights, optimizer), weights.units[0])
     state: Entries = {name: {} for name in weights.table.parameters if name in keys}
     for unit in weights.units:
@@ -191,22 +192,3 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 
 def _names(weights: FlatWeights) -> dict[int, str]:
     return {id(member.parameter): name for name, (_, member) in weights.places.items()}
-
-
-def _fill(optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimizer that never stepped the state that it will have, all zero, by a step without effect."""
-    trained = [entry for group in optimizer.param_groups for entry in group["params"] if entry.requires_grad]
-    gradients = [parameter.grad for parameter in trained]
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for parameter in trained:
-        parameter.grad = torch.zeros_like(parameter)
-    for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
-    type(optimizer).step(optimizer)  # not the schedule's wrapper around the method, which counts steps
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    for parameter, gradient in zip(trained, gradients, strict=True):
-        parameter.grad = gradient
-    for state in optimizer.state.values():
-        if isinstance(state.get("step"), torch.Tensor):
-            state["step"].zero_()  # the step without effect was counted

@@ -7,12 +7,15 @@ torch's own.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from verl_megatron_mindspeed.cpu_support import collectives_on_cpu as distributed
 from verl_megatron_mindspeed.cpu_support import cuda_on_cpu as cuda
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["arange", "cuda", "distributed", "empty", "full", "ones", "tensor", "zeros"]
 
@@ -22,39 +25,17 @@ def __getattr__(name: str) -> Any:
     return getattr(torch, name)
 
 
-def arange(*args: Any, **options: Any) -> torch.Tensor:
-    """As torch's, on the CPU."""
-    return torch.arange(*args, **_on_cpu(options))
-
-
-def empty(*args: Any, **options: Any) -> torch.Tensor:
-    """As torch's, on the CPU."""
-    return torch.empty(*args, **_on_cpu(options))
-
-
-def full(*args: Any, **options: Any) -> torch.Tensor:
-    """As torch's, on the CPU."""
-    return torch.full(*args, **_on_cpu(options))
-
-
-def ones(*args: Any, **options: Any) -> torch.Tensor:
-    """As torch's, on the CPU."""
-    return torch.ones(*args, **_on_cpu(options))
-
-
-def tensor(*args: Any, **options: Any) -> torch.Tensor:
-    """As torch's, on the CPU."""
-    return torch.tensor(*args, **_on_cpu(options))
-
-
-def zeros(*args: Any, **options: Any) -> torch.Tensor:
-    """As torch's, on the CPU."""
-    return torch.zeros(*args, **_on_cpu(options))
-
-
 def _on_cpu(options: dict[str, Any]) -> dict[str, Any]:
     """Replace a CUDA device, and leave pinned memory out, which there is none of."""
     options.pop("pin_memory", None)
     if str(options.get("device")).partition(":")[0] == "cuda":
         options["device"] = "cpu"
     return options
+
+
+def _here(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda *args, **options: make(*args, **_on_cpu(options))
+
+
+arange, empty, full = _here(torch.arange), _here(torch.empty), _here(torch.full)
+ones, tensor, zeros = _here(torch.ones), _here(torch.tensor), _here(torch.zeros)

@@ -5,7 +5,6 @@ Shape legend: T tokens of a micro-batch, n those that this rank holds between st
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from verl_engine.batch.packed import PackedBatch
-    from verl_engine.engine.base import MicroBatchPass
     from verl_engine.engine.temperature import Temperature
     from verl_megatron_mindspeed.forward.output import Head, LossRows
     from verl_megatron_mindspeed.model.build import MegatronModel
@@ -37,7 +35,7 @@ class Laid:
     """Whether it is only there to make up the number that the schedule needs."""
 
 
-class Pass(ABC):
+class Pass:
     """Steps through micro-batches, as Megatron's schedule calls for them."""
 
     def __init__(
@@ -47,6 +45,7 @@ class Pass(ABC):
         head: Head,
         rows: LossRows | None,
         temperature: Callable[[PackedBatch], Temperature],
+        finish: Callable[[torch.Tensor, Laid], torch.Tensor],
     ) -> None:
         """Begin.
 
@@ -56,12 +55,14 @@ class Pass(ABC):
             head: makes per-token numbers of the model's output.
             rows: picks those of loss tokens; None where this rank has no output layer.
             temperature: gives what divides the logits of a micro-batch.
+            finish: takes the numbers of a micro-batch, [T, F]; returns what its backward begins with.
         """
         self._model = model
         self._parallel = parallel
         self._head = head
         self._rows = rows
         self._temperature = temperature
+        self._finish = finish
         self._is_half = model.transformer.params_dtype is not torch.float32
         self.guard = Guard()
         """What went wrong on this rank, where others of a pipeline would wait for it."""
@@ -77,10 +78,6 @@ class Pass(ABC):
             )
             for index, batch in enumerate(batches)
         ]
-
-    @abstractmethod
-    def finish(self, numbers: torch.Tensor, laid: Laid) -> torch.Tensor:
-        """Take the numbers of a micro-batch, [T, F]; return what its backward begins with."""
 
     def step(self, iterator: Iterator[Laid], chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
         """Run a part of the model on the next micro-batch: Megatron's ``forward_step_func``.
@@ -117,7 +114,7 @@ class Pass(ABC):
         )
         if not is_last:
             return output
-        return self.finish(self._head.numbers(output, layout, self._temperature(laid.batch)), laid)
+        return self._finish(self._head.numbers(output, layout, self._temperature(laid.batch)), laid)
 
     def _fake(self, layout: Layout, part: Any) -> torch.Tensor:
         """Return zeros in place of the output of a part of the model."""
@@ -127,44 +124,6 @@ class Pass(ABC):
             return torch.zeros((), device=device)
         num_held = layout.input_ids.shape[1] // (self._parallel.tensor.size if transformer.sequence_parallel else 1)
         return torch.zeros(num_held, 1, transformer.hidden_size, dtype=transformer.pipeline_dtype, device=device)
-
-
-class InferencePass(Pass):
-    """Keeps the numbers of the first micro-batch."""
-
-    numbers: torch.Tensor | None = None
-    """[T, F]; on the last stage only."""
-
-    def finish(self, numbers: torch.Tensor, laid: Laid) -> torch.Tensor:
-        """Take the numbers; there is no backward."""
-        if not laid.is_filling:
-            self.numbers = numbers
-        return numbers.new_zeros(())
-
-
-class TrainingPass(Pass):
-    """Computes losses, and adds them up."""
-
-    def __init__(
-        self, model: MegatronModel, parallel: Parallel, head: Head, rows: LossRows | None, given: MicroBatchPass
-    ) -> None:
-        """Begin; see the base class.
-
-        Args:
-            model: all its chunks.
-            parallel: who splits what.
-            head: makes per-token numbers of the model's output.
-            rows: picks those of loss tokens; None where this rank has no output layer.
-            given: computes the loss of each micro-batch but those that are filling.
-        """
-        super().__init__(model, parallel, head, rows, given.temperature)
-        self._given = given
-
-    def finish(self, numbers: torch.Tensor, laid: Laid) -> torch.Tensor:
-        """Return the loss."""
-        if laid.is_filling:
-            return numbers.sum()  # it has no loss tokens, so it is 0, and so is its gradient
-        return self._given.loss(self._head.token_output(numbers), laid.batch)
 
 
 def _as_it_is(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:

@@ -15,7 +15,7 @@ from verl_engine.batch.packed import PackedBatch
 from verl_megatron_mindspeed.forward.gradient_contexts import PipelineContexts
 from verl_megatron_mindspeed.forward.output import Head, LossRows
 from verl_megatron_mindspeed.forward.padding_token import exclude_padding_token
-from verl_megatron_mindspeed.forward.passes import InferencePass, Pass, TrainingPass
+from verl_megatron_mindspeed.forward.passes import Laid, Pass
 from verl_megatron_mindspeed.forward.pipeline import agree, from_last_stage
 
 if TYPE_CHECKING:
@@ -70,14 +70,18 @@ class Schedule:
             Exception: whatever the model raises; on all ranks of the pipeline if it is on one.
         Collectives: those of the model's parallelism, and a broadcast from the last pipeline stage.
         """
-        run = InferencePass(self._model, self._parallel, self._head, self._rows, lambda _: temperature)
+        numbers_TF = torch.empty(batch.num_tokens, len(self._head.gives), device=self._device.torch_device)
+
+        def keep(found_TF: torch.Tensor, laid: Laid) -> torch.Tensor:
+            nonlocal numbers_TF
+            numbers_TF = numbers_TF if laid.is_filling else found_TF
+            return found_TF.new_zeros(())  # there is no backward
+
+        run = Pass(self._model, self._parallel, self._head, self._rows, lambda _: temperature, keep)
         with torch.no_grad():
             self._go(run, [batch], forward_only=True)
             if self._parallel.pipeline.size > 1:
                 agree(self._parallel, run.guard.failure)
-            numbers_TF = run.numbers
-            if numbers_TF is None:
-                numbers_TF = torch.empty(batch.num_tokens, len(self._head.gives), device=self._device.torch_device)
             return self._head.token_output(from_last_stage(numbers_TF.contiguous(), self._parallel))
 
     def train(self, training: Training, given: MicroBatchPass) -> None:
@@ -90,7 +94,13 @@ class Schedule:
         Raises:
             Exception: whatever loss or model raise; on all ranks of the pipeline if it is on one.
         """
-        run = TrainingPass(self._model, self._parallel, self._head, self._rows, given)
+
+        def loss(numbers_TF: torch.Tensor, laid: Laid) -> torch.Tensor:
+            if laid.is_filling:
+                return numbers_TF.sum()  # it has no loss tokens, so it is 0, and so is its gradient
+            return given.loss(self._head.token_output(numbers_TF), laid.batch)
+
+        run = Pass(self._model, self._parallel, self._head, self._rows, given.temperature, loss)
         transformer = self._model.transformer
         scale = transformer.grad_scale_func
 
@@ -107,7 +117,7 @@ class Schedule:
                 with sync, _fields(transformer, finalize_model_grads_func=finalize):
                     self._go(run, [batch])
 
-    def _train_pipeline(self, run: TrainingPass, training: Training, given: MicroBatchPass) -> None:
+    def _train_pipeline(self, run: Pass, training: Training, given: MicroBatchPass) -> None:
         """Run all micro-batches in one schedule."""
         keys: tuple[Key, ...] = ()
 

@@ -34,3 +34,8 @@ Positive = Annotated[float, Field(gt=0), AfterValidator(_fits_float32)]
 """A number above zero."""
 NonNegative = Annotated[float, Field(ge=0), AfterValidator(_fits_float32)]
 """A number from zero on."""
+
+
+def divisors(number: int) -> str:
+    """List what divides a number, for messages."""
+    return ", ".join(str(each) for each in range(1, number + 1) if number % each == 0)

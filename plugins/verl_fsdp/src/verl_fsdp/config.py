@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from verl_engine.contract.bounded import Count, CountOrZero, NonNegative, Ranks
+from verl_engine.contract.bounded import Count, CountOrZero, NonNegative, Ranks, divisors
 from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.errors import ConfigError
 from verl_engine.contract.strict_model import StrictModel
@@ -128,7 +128,7 @@ def require_divisor(field: str, size: int, num_ranks: int) -> None:
         ConfigError: they do not.
     """
     if num_ranks % size:
-        allowed = ", ".join(str(number) for number in range(1, num_ranks + 1) if num_ranks % number == 0)
+        allowed = divisors(num_ranks)
         raise ConfigError(f"engine.{field}={size} does not divide the {num_ranks} ranks; use one of {allowed}")
 
 
@@ -187,10 +187,9 @@ class Fsdp2Config(TorchSharding, ShardedConfig):
         super().validate_world(world_size)
         number, sharing = self.reshard_after_forward, self.shard_ranks or world_size
         if not isinstance(number, bool) and sharing % number:
-            allowed = ", ".join(str(count) for count in range(1, sharing + 1) if sharing % count == 0)
             raise ConfigError(
                 f"engine.reshard_after_forward={number} does not divide the {sharing} ranks that share a copy of the "
-                f"weights; use true, false or one of {allowed}"
+                f"weights; use true, false or one of {divisors(sharing)}"
             )
 
 

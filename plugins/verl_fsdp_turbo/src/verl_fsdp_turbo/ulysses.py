@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from verl_engine.batch.packed import SegmentRun
+from verl_engine.contract.bounded import divisors
 from verl_engine.contract.errors import ModelError
 from verl_fsdp.forward.micro_batch import ModelRun, padded
 from verl_fsdp.forward.sequence_parallel import slice_tokens
@@ -43,10 +44,9 @@ def require_splittable(model: PreTrainedModel, num_ranks: int) -> None:
         heads = getattr(text_config, field, None)
         if isinstance(heads, int) and heads % num_ranks:
             kind = "attention heads" if field == _HEADS[0] else field
-            allowed = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
             raise ModelError(
                 f"engine.ulysses_parallel_size={num_ranks} does not divide the {heads} {kind} of {name}; use one of "
-                f"{allowed}"
+                f"{divisors(heads)}"
             )
     kinds = set(getattr(text_config, "layer_types", None) or _layers_without_names(text_config)) - _LAYERS
     if kinds:

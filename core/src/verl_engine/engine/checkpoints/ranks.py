@@ -44,7 +44,7 @@ class CheckpointRanks:
         """How long to wait for a thread of this rank that waits for the others: a little longer than it does."""
         return self.timeout_s + 2 * _GRACE_S
 
-    def meet(self, doing: str) -> None:
+    def barrier(self, doing: str) -> None:
         """Wait for all ranks.
 
         Raises:
@@ -66,24 +66,24 @@ class CheckpointRanks:
         """Return every rank's value on the first rank, in rank order; elsewhere nothing."""
         if self._is_alone:
             return [value]
-        self.meet(doing)
+        self.barrier(doing)
         values: list[Any] | None = [None] * self.size if self.is_first else None
         dist.gather_object(value, values, group=self._group, dst=0)
         return values or []
 
-    def deal(self, values: list[Value], doing: str) -> Value:
+    def scatter(self, values: list[Value], doing: str) -> Value:
         """Return this rank's of the values that the first rank has."""
         if self._is_alone:
             return values[0]
-        self.meet(doing)
+        self.barrier(doing)
         own: list[Any] = [None]
         dist.scatter_object_list(own, values or None, group=self._group, src=0)
         found: Value = own[0]
         return found
 
-    def share(self, value: Value, doing: str) -> Value:
+    def broadcast(self, value: Value, doing: str) -> Value:
         """Return the first rank's value everywhere."""
-        return self.deal([value] * self.size if self.is_first else [], doing)
+        return self.scatter([value] * self.size if self.is_first else [], doing)
 
     def agree(self, failure: Exception | None, doing: str) -> None:
         """Go on only if all ranks can.
@@ -95,7 +95,7 @@ class CheckpointRanks:
         """
         told = self.gather(None if failure is None else _text(failure), doing)
         failed = [f"rank {rank}: {text}" if self.size > 1 else text for rank, text in enumerate(told) if text]
-        verdict = self.share(failed[0] if failed else "", doing)
+        verdict = self.broadcast(failed[0] if failed else "", doing)
         if verdict:
             raise WeightsError(f"{doing}: {verdict}") from failure
 

@@ -317,7 +317,7 @@ class CheckpointStore:
             except WeightsError as error:
                 failure = error
         self._ranks.agree(failure, "loading a checkpoint")
-        chosen = self._ranks.share(step, "loading a checkpoint")
+        chosen = self._ranks.broadcast(step, "loading a checkpoint")
         assert chosen is not None
         return chosen
 

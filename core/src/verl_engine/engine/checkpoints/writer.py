@@ -163,7 +163,7 @@ class CheckpointWriter:
             except ValueError as error:  # parts that overlap, or leave a hole
                 failure = error
         self._ranks.agree(failure, doing)
-        return self._ranks.deal(plans, doing)
+        return self._ranks.scatter(plans, doing)
 
 
 def missing_part(folder: Path, parts: Iterable[Any]) -> str:

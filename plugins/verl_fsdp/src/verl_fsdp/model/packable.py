@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from verl_engine.contract.bounded import divisors
 from verl_engine.contract.errors import ModelError
 from verl_engine.engine.exact_attention import needs_eager
 from verl_fsdp.forward.attention import PACKED_ATTENTION
@@ -62,10 +63,9 @@ def check_heads(model: PreTrainedModel, config: ShardedConfig) -> None:
     """
     heads = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", None)
     if isinstance(heads, int) and heads % config.sequence_parallel_size:
-        allowed = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
         raise ModelError(
             f"engine.sequence_parallel_size={config.sequence_parallel_size} does not divide the {heads} attention "
-            f"heads of {type(model).__name__}; use one of {allowed}"
+            f"heads of {type(model).__name__}; use one of {divisors(heads)}"
         )
 
 

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import transformers
 
-from verl_engine.contract.errors import ModelError
+from verl_engine.engine.weights.critic_config import become_critic
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from transformers import PreTrainedConfig
 
     from verl_fsdp.config import ShardedConfig
 
@@ -35,29 +33,11 @@ def load_arguments(config: ShardedConfig, model_folder: Path) -> dict[str, Any]:
     """Return further arguments of ``from_pretrained``.
 
     Raises:
-        ModelError: transformers has no such class for the model.
+        ModelError: transformers has no such class for the model; see `become_critic`.
         OSError, ValueError: the folder holds no config that transformers knows.
     """
-    return {"config": _critic_config(model_folder)} if config.head == "value" else {}
-
-
-def _critic_config(model_folder: Path) -> PreTrainedConfig:
-    config: PreTrainedConfig = transformers.AutoConfig.from_pretrained(
-        model_folder, local_files_only=True, trust_remote_code=False
-    )
-    known: Any = transformers.AutoModelForTokenClassification._model_mapping  # noqa: SLF001 - it has no public access
-    if type(config) not in known:
-        raise ModelError(
-            f"engine.head=value: transformers has no token classifier for model type {config.model_type!r} of "
-            f"{model_folder}, whose last layer would be the critic's; start the critic from a model of another type, "
-            "such as llama, qwen3 or mistral, or use an algorithm without one"
-        )
-    if config.num_labels != 1 and any("Classification" in name for name in config.architectures or ()):
-        raise ModelError(
-            f"engine.head=value: {model_folder} holds a classifier of {config.num_labels} labels, and a value is one "
-            "number; start the critic from a language model, a reward model of one label, or another critic"
-        )
-    config.num_labels = 1
-    # A value is a regression: noise in its last layer would only blur it. Some models have 0.1 where nothing is said.
-    config.classifier_dropout = 0.0
-    return config
+    if config.head != "value":
+        return {}
+    critic = transformers.AutoConfig.from_pretrained(model_folder, local_files_only=True, trust_remote_code=False)
+    become_critic(critic, model_folder)
+    return {"config": critic}

@@ -9,6 +9,7 @@ import transformers
 
 from verl_engine.contract.errors import ModelError
 from verl_engine.contract.model_code import why_not_loaded
+from verl_engine.engine.weights.critic_config import become_critic
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,7 +44,7 @@ def read_hf_config(config: MegatronConfig, folder: Path) -> PreTrainedConfig:
         ) from error
     hf_config = cast("PreTrainedConfig", found)
     if config.head == "value":
-        _become_critic(hf_config, folder)
+        become_critic(hf_config, folder)
     return hf_config
 
 
@@ -54,22 +55,3 @@ def read_rotary(hf_config: PreTrainedConfig) -> Rotary:
     kind = settings.pop("rope_type", None) or settings.pop("type", None) or "default"
     settings.pop("type", None)
     return Rotary(float(base), str(kind), settings)
-
-
-def _become_critic(hf_config: PreTrainedConfig, folder: Path) -> None:
-    """Turn the config of a language model or critic into that of a critic, as transformers writes and reads one."""
-    known: Any = transformers.AutoModelForTokenClassification._model_mapping  # noqa: SLF001 - it has no public access
-    if type(hf_config) not in known:
-        raise ModelError(
-            f"engine.head=value: transformers has no token classifier for model type {hf_config.model_type!r} of "
-            f"{folder}, whose last layer would be the critic's; start the critic from a model of another type, such as "
-            "llama or qwen3, or use an algorithm without one"
-        )
-    if hf_config.num_labels != 1 and any("Classification" in name for name in hf_config.architectures or ()):
-        raise ModelError(
-            f"engine.head=value: {folder} holds a classifier of {hf_config.num_labels} labels, and a value is one "
-            "number; start the critic from a language model, a reward model of one label, or another critic"
-        )
-    hf_config.num_labels = 1
-    hf_config.classifier_dropout = 0.0  # a value is a regression: noise in its last layer would only blur it
-    hf_config.architectures = [known[type(hf_config)].__name__]

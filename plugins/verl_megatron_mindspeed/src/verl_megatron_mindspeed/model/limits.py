@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from verl_engine.contract.bounded import divisors
 from verl_engine.contract.errors import ConfigError, ModelError
 from verl_megatron_mindspeed.model.hf_config import read_rotary
 
@@ -154,7 +155,6 @@ def _divides_stages(name: str, value: int, sizes: Iterable[int]) -> None:
 
 def _divides(name: str, value: int, what: str, number: int, advice: str = "") -> None:
     if number % value:
-        allowed = ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)
         raise ConfigError(
-            f"engine.{name}={value} does not divide the model's {what}={number}; use one of {allowed}{advice}"
+            f"engine.{name}={value} does not divide the model's {what}={number}; use one of {divisors(number)}{advice}"
         )

@@ -20,7 +20,7 @@ from verl_engine.contract.errors import ModelError
 from verl_engine.engine.checkpoints.store import CheckpointStore
 from verl_engine.engine.weights.bucket import plan_buckets, read_bucket, write_bucket
 from verl_engine.engine.weights.module_weights import local_tensors
-from verl_engine.engine.weights.shards import part_of, place_of
+from verl_engine.engine.weights.shards import offsets_and_shape, shard_of
 from verl_engine.testing.conformance.driver import Driver, same
 from verl_engine.testing.conformance.gradient_probe import PROBE_SETTINGS
 from verl_engine.testing.conformance.reference import (
@@ -203,7 +203,7 @@ def start_from(model: Any, seed: int) -> None:
     for name in sorted(name for name in named if ".lora_B." in name):
         value = 0.1 * torch.randn(named[name].shape, generator=generator)
         for _, live in local_tensors([(name, named[name])]):
-            live.copy_(part_of(value, *place_of(named[name])))
+            live.copy_(shard_of(value, *offsets_and_shape(named[name])))
 
 
 @pytest.mark.dist

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_engine.engine.weights.shards import part_of
+from verl_engine.engine.weights.shards import shard_of
 from verl_megatron_mindspeed.weights.pieces import (
     Block,
     Heads,
@@ -78,7 +78,7 @@ def test_the_shards_of_any_optimizer_cover_the_weights_once_and_are_live(
             for offsets, part in parts:
                 assert part.ndim == parameter.ndim
                 assert part.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
-                part_of(whole, offsets, part.shape).add_(part)
+                shard_of(whole, offsets, part.shape).add_(part)
         assert torch.equal(whole[above:], parameter[first:end])
         assert not whole[:above].any()
 
@@ -126,7 +126,7 @@ def test_more_ranks_than_query_groups_divide_a_group(num_ranks: int) -> None:
     for rank, shard in enumerate(stack.chunk(num_ranks)):
         for name, block in _blocks(attention_pieces(["q", "k", "v"], shard, Split(0, rank, num_ranks), heads)).items():
             assert block.whole_shape == tuple(expected[name].shape)
-            part_of(found[name], block.offsets, block.shape).copy_(block.content())
+            shard_of(found[name], block.offsets, block.shape).copy_(block.content())
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 

@@ -89,8 +89,8 @@ def test_norm_counts_experts_of_all_ranks_once(ranks: RankPool, tmp_path: Path) 
 def _masters(rank: int, folder: Path, settings: dict[str, Any]) -> dict[str, torch.Tensor]:
     engine = engine_of(new_driver(folder, rank, param_dtype="bfloat16", **settings))
     found: dict[str, torch.Tensor] = {}
-    for name, whole in engine.weights.tensor_parts(engine.training.held_master).items():
-        for _, part in whole.parts:
+    for name, whole in engine.weights.tensor_shards(engine.training.held_master).items():
+        for _, part in whole.shards:
             found[name] = torch.cat([found.get(name, torch.empty(0)), part.flatten()])
     return found
 

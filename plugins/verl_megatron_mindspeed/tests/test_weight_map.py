@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from plugins.verl_megatron_mindspeed.tests.engines import forget_groups
 from verl_engine.contract.errors import ModelError, WeightsError
 from verl_engine.engine.device import Device
-from verl_engine.engine.weights.shards import assemble_weights, part_of
+from verl_engine.engine.weights.shards import assemble_weights, shard_of
 from verl_engine.testing.tiny_models import tiny_config, write_tiny_critic
 from verl_megatron_mindspeed.config import MegatronConfig
 
@@ -198,8 +198,8 @@ def _parts(rank: int, folder: Path, layout: str) -> tuple[list[WeightSpec], list
 
 def _held(weights: WeightMap) -> list[torch.Tensor]:
     """Copy all that a rank holds, the copy of a tied output layer too."""
-    parts = weights.tensor_parts(lambda parameter: parameter).values()
-    return [part.clone() for held in parts for _, part in held.parts]
+    parts = weights.tensor_shards(lambda parameter: parameter).values()
+    return [part.clone() for held in parts for _, part in held.shards]
 
 
 def _parameters(model: MegatronModel) -> list[torch.nn.Parameter]:
@@ -267,7 +267,7 @@ def test_flat_shards_of_an_optimizer_are_parts_of_weights_written_once(
         assert found.keys() == expected.keys()
         for name, parts in found.items():
             for offsets, part in parts:
-                part_of(written[name], offsets, part.shape).add_(part)
+                shard_of(written[name], offsets, part.shape).add_(part)
     require_equal(written, expected)
 
 
@@ -283,8 +283,8 @@ def _flat_parts(rank: int, folder: Path, layout: str) -> dict[str, list[tuple[tu
             flat = parameter.detach().view(-1)
             return (0, flat[:cut]) if first else (cut, flat[cut:])
 
-        for name, parts in weights.tensor_parts(shard).items():
-            written[name] += [(offsets, part.clone()) for offsets, part in parts.parts if parts.is_written]
+        for name, parts in weights.tensor_shards(shard).items():
+            written[name] += [(offsets, part.clone()) for offsets, part in parts.shards if parts.is_written]
     return written
 
 
@@ -371,7 +371,7 @@ def test_float32_masters_of_a_bfloat16_model_are_read_unrounded(ranks: RankPool,
     for parts in ranks.run(_masters, folders["qwen3"]):
         for name, own in parts.items():
             for offsets, part in own:
-                part_of(found[name], offsets, part.shape).copy_(part)
+                shard_of(found[name], offsets, part.shape).copy_(part)
     require_equal(found, expected)
 
 
@@ -383,4 +383,4 @@ def _masters(rank: int, folder: Path) -> dict[str, Any]:
     }
     get: Callable[[torch.Tensor], torch.Tensor] = masters.__getitem__
     assert weights.read_folder_into(get) == set()
-    return {name: list(parts.parts) for name, parts in weights.tensor_parts(get).items()}
+    return {name: list(parts.shards) for name, parts in weights.tensor_shards(get).items()}

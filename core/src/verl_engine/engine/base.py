@@ -196,7 +196,7 @@ class Engine(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return everything that training goes on from: weights, optimizer, schedule.
 
-        Feature ``checkpoints``. Tensors may be live; what is sharded comes as DTensors or `TensorParts`. Torch's
+        Feature ``checkpoints``. Tensors may be live; what is sharded comes as DTensors or `TensorShards`. Torch's
         distributed checkpoints write what each rank has, and fill the same structure in place when they load. So it is
         complete before the first step too, and names the same on every rank. Weights are under ``model``, by Hugging
         Face names, tied ones once; ``optimizer`` is as torch's `get_optimizer_state_dict` gives it. ``buffers`` and

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from verl_engine.contract.errors import WeightsError
 from verl_engine.engine.checkpoints.digests import SavedFile, describe_files, short_file
 from verl_engine.engine.checkpoints.manifest import SavedWeight
-from verl_engine.engine.weights.tensor_parts import TensorParts
+from verl_engine.engine.weights.tensor_shards import TensorShards
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -49,7 +49,7 @@ class StagingMemory:
     def _copy(self, key: str, value: Any, former: dict[tuple[str, int], torch.Tensor]) -> Any:
         if not isinstance(value, torch.Tensor):
             return copy.deepcopy(value)
-        if isinstance(value, TensorParts):
+        if isinstance(value, TensorShards):
             return value.map(lambda index, part: self._copy_tensor((key, index), part, former))
         live = value.detach()
         return self._copy_tensor((key, 0), live.to_local() if isinstance(live, DTensor) else live, former)
@@ -80,7 +80,7 @@ class CheckpointPlanner(DefaultSavePlanner):
         if self._copied is None:
             return super().lookup_object(index)
         copied = self._copied[index.fqn]
-        return find_tensor_shard(copied, index) if isinstance(copied, TensorParts) else copied
+        return find_tensor_shard(copied, index) if isinstance(copied, TensorShards) else copied
 
 
 def plan_checkpoint(state: dict[str, Any], ranks: CheckpointRanks) -> CheckpointPlanner:

@@ -40,14 +40,14 @@ def paired_weights(
 
 
 def paired_shards(
-    own: Mapping[str, Own], shards: Iterable[WeightShard], place_of: Callable[[Own], tuple[Shape, Shape, Shape]]
+    own: Mapping[str, Own], shards: Iterable[WeightShard], layout_of: Callable[[Own], tuple[Shape, Shape, Shape]]
 ) -> Iterator[tuple[Own, torch.Tensor]]:
     """Yield the engine's own and the shard that came for it, detached.
 
     Args:
         own: what the engine has, by name.
         shards: in any order.
-        place_of: view shape, offsets and shape of this rank's shard of one of its own.
+        layout_of: view shape, offsets and shape of this rank's shard of one of its own.
     Raises:
         WeightsError: a name or offsets that are not this rank's, or a weight that is missing, which is known last.
     """
@@ -56,7 +56,7 @@ def paired_shards(
         given = shard.view_shape, shard.offsets, tuple(shard.tensor.shape)
         what = f"at {shard.offsets}, of shape {given[2]}, in {shard.view_shape}"
         entry = _take(missing, shard.name, what)
-        view_shape, offsets, shape = place_of(entry)
+        view_shape, offsets, shape = layout_of(entry)
         if given != (view_shape, offsets, shape):
             raise WeightsError(
                 f"the shard of {shard.name} {what} is not this rank's, which is at {offsets}, of shape {shape}, in "

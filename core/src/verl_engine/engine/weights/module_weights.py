@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from verl_engine.contract.errors import UnsupportedError, WeightsError
 from verl_engine.engine.base import WeightShard, WeightSpec
 from verl_engine.engine.weights.incoming import paired_shards, paired_weights
-from verl_engine.engine.weights.shards import part_of, place_of, replicas_of
+from verl_engine.engine.weights.shards import offsets_and_shape, replicas_of, shard_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -112,12 +112,12 @@ def weight_shards(exported: Mapping[str, Exported]) -> Iterator[WeightShard]:
     Collectives: none; for an adapter two all-gathers, of its own small matrices.
     """
     for name, entry in exported.items():
-        offsets, shape = place_of(entry.tensor)
+        offsets, shape = offsets_and_shape(entry.tensor)
         part = _local(entry.tensor)
         if entry.low_rank is not None:
             a_RI, b_OR = _full(entry.low_rank.a_RI), _full(entry.low_rank.b_OR)
-            b_part = part_of(b_OR, (offsets[0], 0), (shape[0], b_OR.shape[1]))
-            a_part = part_of(a_RI, (0, offsets[1]), (a_RI.shape[0], shape[1]))
+            b_part = shard_of(b_OR, (offsets[0], 0), (shape[0], b_OR.shape[1]))
+            a_part = shard_of(a_RI, (0, offsets[1]), (a_RI.shape[0], shape[1]))
             part = merged(part, LowRank(a_part, b_part, entry.low_rank.scale))
         yield WeightShard(name, tuple(entry.tensor.shape), offsets, part, *replicas_of(entry.tensor))
 
@@ -130,7 +130,7 @@ def load_full_weights(exported: Mapping[str, Exported], weights: Iterable[tuple[
         WeightsError: a name or shape that the model does not have, or a weight that is missing.
     """
     for own, whole in paired_weights(own_tensors(exported), weights, lambda own: tuple(own.shape)):
-        _local(own).copy_(part_of(whole, *place_of(own)))
+        _local(own).copy_(shard_of(whole, *offsets_and_shape(own)))
 
 
 def load_weight_shards(exported: Mapping[str, Exported], shards: Iterable[WeightShard]) -> None:
@@ -140,7 +140,7 @@ def load_weight_shards(exported: Mapping[str, Exported], shards: Iterable[Weight
         UnsupportedError: there are adapters, and a merged weight cannot be taken apart again.
         WeightsError: a name or offsets that are not this rank's, or a weight that is missing.
     """
-    pairs = paired_shards(own_tensors(exported), shards, lambda own: (tuple(own.shape), *place_of(own)))
+    pairs = paired_shards(own_tensors(exported), shards, lambda own: (tuple(own.shape), *offsets_and_shape(own)))
     for own, part in pairs:
         _local(own).copy_(part)
 

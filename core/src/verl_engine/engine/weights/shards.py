@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from verl_engine.engine.base import WeightShard, WeightSpec
 
 
-def place_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def offsets_and_shape(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Say which shard of a weight this rank holds.
 
     Args:
@@ -64,7 +64,7 @@ def shared_by(ranks: Iterable[int], num_elements: int) -> tuple[tuple[int, ...],
     return holders, holders[0] != dist.get_rank()
 
 
-def part_of(whole: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+def shard_of(whole: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
     """View a part of a whole tensor by offsets and shape; no copy."""
     for dim, (offset, size) in enumerate(zip(offsets, shape, strict=True)):
         whole = whole.narrow(dim, min(offset, whole.shape[dim]), size)  # an empty part may lie beyond the end
@@ -107,8 +107,8 @@ def _whole(spec: WeightSpec, parts: list[WeightShard]) -> torch.Tensor:
                 f"a shard of {spec.name} of shape {tuple(part.tensor.shape)} at {part.offsets} does not lie in a "
                 f"weight of shape {view_shape}"
             )
-        part_of(whole, part.offsets, part.tensor.shape).copy_(part.tensor)
-        part_of(is_there, part.offsets, part.tensor.shape).fill_(True)
+        shard_of(whole, part.offsets, part.tensor.shape).copy_(part.tensor)
+        shard_of(is_there, part.offsets, part.tensor.shape).fill_(True)
     if not is_there.all():
         gap = (~is_there).nonzero()
         raise WeightsError(

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from verl_engine.batch.packed import PackedBatch
 from verl_engine.contract.validation import validate
 from verl_engine.engine.snapshots.manager import Snapshots
-from verl_engine.engine.weights.shards import part_of
-from verl_engine.engine.weights.tensor_parts import TensorParts
+from verl_engine.engine.weights.shards import shard_of
+from verl_engine.engine.weights.tensor_shards import TensorShards
 from verl_engine.engine.worker import EngineWorker
 from verl_engine.host.backend_host import BackendHost
 from verl_engine.testing.conformance.reference import weighted_loss
@@ -111,13 +111,13 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         gathered: torch.Tensor = cast("DTensor", tensor.detach()).full_tensor()
         return gathered.cpu().clone()
-    if not isinstance(tensor, TensorParts):
+    if not isinstance(tensor, TensorShards):
         return tensor.detach().cpu().clone()
     held: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(held, [(offsets, part.cpu()) for offsets, part in tensor.parts])
+    dist.all_gather_object(held, [(offsets, part.cpu()) for offsets, part in tensor.shards])
     whole = torch.full(tensor.shape, torch.nan, dtype=tensor.dtype)
     for offsets, part in (entry for parts in held for entry in parts):
-        part_of(whole, offsets, part.shape).copy_(part)
+        shard_of(whole, offsets, part.shape).copy_(part)
     return whole
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from verl_engine.contract.errors import ModelError
-from verl_engine.engine.weights.shards import part_of, place_of
+from verl_engine.engine.weights.shards import offsets_and_shape, shard_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, MutableMapping
@@ -130,7 +130,7 @@ class Materializer:
         shards = {id(shard): shard for shard in map(self._held, entry.places)}
         for shard in shards.values():
             local = shard.to_local() if isinstance(shard, DTensor) else shard
-            local.copy_(part_of(value, *place_of(shard)))
+            local.copy_(shard_of(value, *offsets_and_shape(shard)))
 
     def _broadcast(self, entry: Entry, own: torch.Tensor | None) -> torch.Tensor:
         """Return rank 0's tensor on this rank's device."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from verl_engine.engine.lr_schedule import lr_multiplier
-from verl_engine.engine.weights.tensor_parts import TensorParts
+from verl_engine.engine.weights.tensor_shards import TensorShards
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,11 +30,11 @@ def training_state(model: MegatronModel, weights: WeightMap, training: Training 
     """
     if training is None:
         dtype = next(iter(weights.specs())).dtype
-        parts = weights.tensor_parts(lambda parameter: parameter.detach(), dtype=dtype)
+        parts = weights.tensor_shards(lambda parameter: parameter.detach(), dtype=dtype)
         return {"model": parts, "buffers": _buffers(model)}
     training.fill_moments()
-    values = weights.tensor_parts(training.held_master)
-    moments = {name: weights.tensor_parts(partial(training.held_moment, name)) for name in _MOMENTS}
+    values = weights.tensor_shards(training.held_master)
+    moments = {name: weights.tensor_shards(partial(training.held_moment, name)) for name in _MOMENTS}
     step = torch.tensor(float(training.num_updates))
     state = {name: {**{moment: moments[moment][name] for moment in _MOMENTS}, "step": step.clone()} for name in values}
     groups = _param_groups(training, values)
@@ -78,10 +78,10 @@ def load_state(model: MegatronModel, weights: WeightMap, training: Training | No
 def _take_parts(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Copy this rank's shards of some weights in, where they are not the same memory, filled already."""
     for name, parts in own.items():
-        if not isinstance(parts, TensorParts) or name not in given:
+        if not isinstance(parts, TensorShards) or name not in given:
             continue
-        others = dict(given[name].parts)
-        for offsets, part in parts.parts:
+        others = dict(given[name].shards)
+        for offsets, part in parts.shards:
             if part.data_ptr() != others[offsets].data_ptr():
                 part.copy_(others[offsets])
 

@@ -14,8 +14,8 @@ from verl_engine.engine.base import WeightShard, WeightSpec
 from verl_engine.engine.weights.incoming import paired_shards, paired_weights
 from verl_engine.engine.weights.model_files import ModelFiles
 from verl_engine.engine.weights.module_weights import is_first_rank
-from verl_engine.engine.weights.shards import part_of, shared_by
-from verl_engine.engine.weights.tensor_parts import TensorParts
+from verl_engine.engine.weights.shards import shard_of, shared_by
+from verl_engine.engine.weights.tensor_shards import TensorShards
 from verl_megatron_mindspeed.weights.agreement import num_ranks, on_all_ranks
 from verl_megatron_mindspeed.weights.fit import missing_weights, report
 from verl_megatron_mindspeed.weights.folder import WeightFolder
@@ -97,7 +97,7 @@ class WeightMap:
             return own.content().to(self._device.torch_device)
         whole = torch.empty(spec.shape, dtype=spec.dtype, device=self._device.torch_device)
         for shard, sender in self._senders[spec.name].items():
-            place = part_of(whole, shard.offsets, shard.shape)
+            place = shard_of(whole, shard.offsets, shard.shape)
             sent = place if place.is_contiguous() else torch.empty_like(place, memory_format=torch.contiguous_format)
             if sender == dist.get_rank():
                 assert own is not None
@@ -133,10 +133,10 @@ class WeightMap:
         for spec, whole in paired_weights(self._specs, weights, lambda spec: spec.shape):
             own = self._blocks.get(spec.name)
             if own is not None:
-                own.fill(part_of(whole, own.offsets, own.shape))
+                own.fill(shard_of(whole, own.offsets, own.shape))
             if own is not None and get is not None:
                 for offsets, part in own.parts(get):
-                    part.copy_(part_of(whole, offsets, part.shape))
+                    part.copy_(shard_of(whole, offsets, part.shape))
 
     def load_weight_shards(self, shards: Iterable[WeightShard]) -> None:
         """Copy shards into the parameters, as `weight_shards` of the same rank gives them. No collectives.
@@ -201,9 +201,9 @@ class WeightMap:
             return set()
         return {*self._model.hf_names("output_layer.weight"), *self._model.hf_names("output_layer.bias")}
 
-    def tensor_parts(
+    def tensor_shards(
         self, get: Callable[[torch.Tensor], Held], *, dtype: torch.dtype = torch.float32
-    ) -> dict[str, TensorParts]:
+    ) -> dict[str, TensorShards]:
         """Say what this rank holds of something that is kept for every parameter, by the weights' names.
 
         Args:
@@ -218,7 +218,7 @@ class WeightMap:
             block = self._blocks.get(spec.name)
             parts = [] if block is None else list(block.parts(get))
             is_written = block is None or not (block.is_copy or block.is_replica)
-            found[spec.name] = TensorParts(spec.shape, dtype, parts, is_written=is_written)
+            found[spec.name] = TensorShards(spec.shape, dtype, parts, is_written=is_written)
         return found
 
     def save_pretrained(self, folder: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from core.tests.test_module_engine import PlainEngine, make
 from verl_engine.contract.errors import WeightsError
 from verl_engine.engine.checkpoints.store import CheckpointStore
-from verl_engine.engine.weights.tensor_parts import TensorParts
+from verl_engine.engine.weights.tensor_shards import TensorShards
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,20 +34,20 @@ def test_a_part_outside_the_whole_or_of_another_dtype_is_refused() -> None:
         ((0, 0), torch.zeros(1, 1, dtype=torch.bfloat16), "has dtype torch.bfloat16, the whole torch.float32"),
     ):
         with pytest.raises(WeightsError, match=text):
-            TensorParts(SHAPE, torch.float32, [(offsets, part)])
+            TensorShards(SHAPE, torch.float32, [(offsets, part)])
 
 
 def test_nobody_can_compute_with_it() -> None:
-    parts = TensorParts(SHAPE, torch.float32, [((0, 0), torch.zeros(3, 4))])
-    with pytest.raises(TypeError, match="only says which parts"):
+    parts = TensorShards(SHAPE, torch.float32, [((0, 0), torch.zeros(3, 4))])
+    with pytest.raises(TypeError, match="only says which shards"):
         parts.add(1)
-    assert repr(parts) == "TensorParts((3, 4), torch.float32, [(3, 4) at (0, 0)])"
+    assert repr(parts) == "TensorShards((3, 4), torch.float32, [(3, 4) at (0, 0)])"
 
 
 class PartsEngine(PlainEngine):
     """Adds to the state a matrix of 12 elements, in the parts that a rank is given."""
 
-    parts: TensorParts
+    parts: TensorShards
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
@@ -59,17 +59,17 @@ class PartsEngine(PlainEngine):
         super().load_state_dict(state)
 
 
-def of_rank(rank: int, *, whole: torch.Tensor) -> TensorParts:
+def of_rank(rank: int, *, whole: torch.Tensor) -> TensorShards:
     """Deal a matrix out as a flat range would: 5 elements to the first rank, 7 to the second."""
     places = ([((0, 0), (1, 4)), ((1, 0), (1, 1))], [((1, 1), (1, 3)), ((2, 0), (1, 4))])[rank]
     parts = [
         (offsets, whole[offsets[0] : offsets[0] + size[0], offsets[1] : offsets[1] + size[1]])
         for offsets, size in places
     ]
-    return TensorParts(SHAPE, torch.float32, parts)
+    return TensorShards(SHAPE, torch.float32, parts)
 
 
-def engine_with(parts: TensorParts) -> PartsEngine:
+def engine_with(parts: TensorShards) -> PartsEngine:
     engine = make()
     engine.__class__ = PartsEngine
     assert isinstance(engine, PartsEngine)
@@ -85,10 +85,10 @@ def save_then_load_otherwise(rank: int, root: Path, wait: bool) -> list[torch.Te
         whole.zero_()  # training goes on while the copy is written
     store.wait()
     dealt_otherwise = [((0, 1), torch.zeros(3, 2)), ((2, 3), torch.zeros(1, 1))] if rank else []
-    loaded = TensorParts(SHAPE, torch.float32, dealt_otherwise)
+    loaded = TensorShards(SHAPE, torch.float32, dealt_otherwise)
     store.load(engine_with(loaded))
     store.close()
-    return [part for _, part in loaded.parts]
+    return [part for _, part in loaded.shards]
 
 
 @pytest.mark.dist
@@ -103,9 +103,9 @@ def test_parts_are_saved_and_loaded_into_other_parts(two: RankPool, tmp_path: Pa
 def save_twice_held(rank: int, root: Path, is_written: bool) -> str:
     whole = torch.arange(12.0).view(SHAPE)
     parts = (
-        TensorParts(SHAPE, torch.float32, [((0, 0), whole)])
+        TensorShards(SHAPE, torch.float32, [((0, 0), whole)])
         if rank == 0
-        else TensorParts(SHAPE, torch.float32, [((1, 0), whole[1:])], is_written=is_written)
+        else TensorShards(SHAPE, torch.float32, [((1, 0), whole[1:])], is_written=is_written)
     )
     store = CheckpointStore(root)
     try:

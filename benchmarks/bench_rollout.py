@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from verl_async.config import RolloutConfig
 from verl_async.rollout.embedded import EmbeddedEngine
+from verl_async.rollout.embedded_plugin import EmbeddedConfig
+from verl_async.rollout.in_process import generate
 from verl_async.rollout.interface import GenerationRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -56,14 +57,14 @@ def cpu_seconds(function: Callable[[], object]) -> float:
 
 def measure(folder: Path, runs: int) -> dict[str, float]:
     """Run both in turn, and compare medians."""
-    engine = EmbeddedEngine(RolloutConfig(device="cpu"), folder)
+    engine = EmbeddedEngine(EmbeddedConfig(device="cpu"), folder)
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
     prompts = torch.randint(1, VOCABULARY, (BATCH, PROMPT), generator=torch.Generator().manual_seed(1))
     sampling = SamplingParams(max_new_tokens=NEW)
-    requests = [GenerationRequest(tuple(row), sampling, seed) for seed, row in enumerate(prompts.tolist())]
+    requests = [GenerationRequest(tuple(row), sampling, (seed,)) for seed, row in enumerate(prompts.tolist())]
 
     def ours() -> None:
-        assert all(len(result.token_ids) == NEW for result in engine.generate(requests))
+        assert all(len(result.token_ids) == NEW for result in generate(engine, requests))
 
     @torch.inference_mode()
     def theirs() -> None:

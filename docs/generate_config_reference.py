@@ -15,7 +15,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from verl_async.config import SftJob, TrainJob
+from verl_async.config import RolloutConfig, SftJob, TrainJob
+from verl_async.rollout.embedded_plugin import EmbeddedConfig
 from verl_engine.contract.engine_config import EngineConfig
 from verl_fsdp.config import Fsdp2Config, FsdpConfig
 from verl_fsdp_turbo.config import FsdpTurboConfig
@@ -65,6 +66,8 @@ def render() -> str:
     for name, config_class in BACKENDS.items():
         heading = f"\n## Section `engine` with `backend: {name}`\n\n"
         parts.append(heading + _section(config_class, "engine", leave_out=frozenset(EngineConfig.model_fields)))
+    own = _section(EmbeddedConfig, "rollout", leave_out=frozenset(RolloutConfig.model_fields))
+    parts.append(f"\n## Section `rollout` with `backend: embedded`\n\n{own}")
     for place, section_class in _section_classes().items():
         parts.append(f"\n## {place}\n\n" + _section(section_class, place.split("`")[1]))
     return "".join(parts)

@@ -22,6 +22,8 @@ from verl_async.data.tokenization import decode_response
 from verl_async.job import load_train_job
 from verl_async.reward_config import RewardFunctionConfig
 from verl_async.rollout.embedded import EmbeddedEngine
+from verl_async.rollout.embedded_plugin import EmbeddedConfig
+from verl_async.rollout.in_process import generate, send_weights
 from verl_engine.engine.worker import EngineWorker
 
 if TYPE_CHECKING:
@@ -64,6 +66,7 @@ def train_in_a_plain_loop(rank: int, recipe: Path, folder: Path) -> None:
     texts = ModelTexts.load(job.model.path)
     source = PromptSource(read_training_prompts(job, texts), job.data.seed, job.data.shuffle)
     reward = load_reward(RewardFunctionConfig(function="plus_signs.score"))
+    assert isinstance(job.rollout, EmbeddedConfig)
     rollout = EmbeddedEngine(job.rollout, job.model.path)
     worker = EngineWorker(job.engine, job.model.path, rank)
     worker.create()
@@ -75,7 +78,9 @@ def train_in_a_plain_loop(rank: int, recipe: Path, folder: Path) -> None:
             draws = [source.draw(number + index) for index in range(size)]
             number += size
             sampling = texts.sampling(job.rollout)
-            answers = rollout.generate([r for draw in draws for r in draw.requests(4, sampling, job.data.seed)])
+            answers = generate(
+                rollout, [r for draw in draws for r in draw.requests(4, sampling, job.data.seed)], sealed=True
+            )
             for index, draw in enumerate(draws):
                 own = answers[4 * index : 4 * index + 4]
                 texts_of_own = [decode_response(texts.tokenizer, answer.token_ids) for answer in own]
@@ -87,8 +92,7 @@ def train_in_a_plain_loop(rank: int, recipe: Path, folder: Path) -> None:
             plan = SharePlan.of(sequences, 1, job.trainer.max_tokens_per_micro_batch)
             worker.train_batch(plan.pick(sequences)[0], loss, job.rollout.temperature)
         names = [spec.name for spec in worker.engine.weight_specs()]
-        rollout.load_weights(worker.engine.full_weights(names))
-        rollout.commit_weights(step + 1)
+        send_weights(rollout, worker.engine.full_weights(names), step + 1)
     worker.save_pretrained(folder)
 
 

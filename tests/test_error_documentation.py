@@ -34,7 +34,12 @@ def errors() -> Iterator[type[Exception]]:
     for name in modules_with_errors():
         module = importlib.import_module(name)
         for value in vars(module).values():
-            if isinstance(value, type) and issubclass(value, EngineError) and value.__module__ == name:
+            if (
+                isinstance(value, type)
+                and issubclass(value, EngineError)
+                and value.__module__ == name
+                and value.__name__[0] != "_"
+            ):
                 yield value
 
 

@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM
 
 from plugins.verl_fsdp.tests.gradient_view import look_instead_of_stepping
 from tests.zoo.architectures import write
-from verl_async.config import RolloutConfig
 from verl_async.rollout.embedded import EmbeddedEngine
+from verl_async.rollout.embedded_plugin import EmbeddedConfig
+from verl_async.rollout.in_process import InlineTransport, generate
 from verl_async.rollout.interface import GenerationRequest, SamplingParams
 from verl_engine import EngineError, EngineWorker, Sequence, validate_engine_section
-from verl_engine.engine.weights.bucket import read_bucket
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -177,33 +177,37 @@ def _check_saves_base(subject: Subject, worker: EngineWorker) -> None:
 
 def check_rollout(subject: Subject) -> str:
     """Prompts of mixed lengths in one batch: each token's log-prob is the full forward's, and a batch equals alone."""
-    engine = built(lambda: EmbeddedEngine(RolloutConfig(device="cpu"), subject.folder))
+    engine = built(lambda: EmbeddedEngine(EmbeddedConfig(device="cpu"), subject.folder))
     rng = np.random.default_rng(1)
     prompts = [tuple(map(int, rng.integers(3, 60, length))) for length in PROMPT_LENGTHS]
     prompts.append(prompts[0])
     # Of different lengths, so that rows leave the batch at different times.
-    requests = [GenerationRequest(p, SamplingParams(NUM_NEW - i), seed=i) for i, p in enumerate(prompts)]
-    together = engine.generate(requests)
+    requests = [GenerationRequest(p, SamplingParams(NUM_NEW - i), seeds=(i,)) for i, p in enumerate(prompts)]
+    together = generate(engine, requests)
     for request, found in zip(requests, together, strict=True):
         with torch.no_grad():
             right = subject.log_probs((*request.prompt_ids, *found.token_ids))[len(request.prompt_ids) - 1 :]
         close(torch.tensor(found.log_probs), right, f"log-probs after a prompt of {len(request.prompt_ids)}")
-    alone = engine.generate([requests[2]])[0]
+    alone = generate(engine, [requests[2]])[0]
     require(alone.token_ids == together[2].token_ids, "a request draws other tokens alone than in a batch")
-    return "" if engine.reading == "mixed lengths" else engine.reading
+    return "" if engine.reading == "slots" else engine.reading
 
 
 def check_sync(subject: Subject) -> str:
     """Weights that were not trained, sent in bfloat16, leave the rollout model as it was."""
-    rollout = built(lambda: EmbeddedEngine(RolloutConfig(device="cpu", dtype="bfloat16"), subject.folder))
-    request = GenerationRequest(tuple(map(int, subject.sequences[2].token_ids)), SamplingParams(4), seed=0)
-    before = rollout.generate([request])[0]
+    rollout = built(lambda: EmbeddedEngine(EmbeddedConfig(device="cpu", dtype="bfloat16"), subject.folder))
+    request = GenerationRequest(tuple(map(int, subject.sequences[2].token_ids)), SamplingParams(4), seeds=(0,))
+    before = generate(rollout, [request])[0]
     with worker_of(subject, param_dtype="bfloat16") as worker:
-        for bucket in worker.plan_weight_buckets(2**24, "bfloat16"):
+        plan = worker.plan_weight_buckets(2**24, "bfloat16")
+        rollout.pause("wait")
+        rollout.begin_weights(1, plan, InlineTransport())
+        for bucket in plan:
             buffer = np.zeros(bucket.num_bytes, np.uint8)
-            rollout.load_weights(read_bucket(buffer, bucket, worker.write_weight_bucket(bucket, buffer)))
+            rollout.load_bucket(buffer, worker.write_weight_bucket(bucket, buffer))
     rollout.commit_weights(1)
-    after = rollout.generate([request])[0]
+    rollout.resume()
+    after = generate(rollout, [request])[0]
     require(before.log_probs == after.log_probs, f"log-probs {before.log_probs} became {after.log_probs}")
     return ""
 

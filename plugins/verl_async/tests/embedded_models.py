@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from verl_async.config import RolloutConfig
 from verl_async.rollout.embedded import EmbeddedEngine
+from verl_async.rollout.embedded_plugin import EmbeddedConfig
 from verl_async.rollout.interface import Generation, GenerationRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def _spread(model: PreTrainedModel, seed: int) -> PreTrainedModel:
 def embedded(model: PreTrainedModel, folder: Path, **config: object) -> EmbeddedEngine:
     """An engine on the CPU with this model."""
     model.save_pretrained(folder)
-    return EmbeddedEngine(RolloutConfig.model_validate({"device": "cpu", **config}), folder)
+    return EmbeddedEngine(EmbeddedConfig.model_validate({"device": "cpu", **config}), folder)
 
 
 def request(
@@ -73,8 +73,9 @@ def request(
     stop: tuple[int, ...] = (),
     so_far: Generation | None = None,
 ) -> GenerationRequest:
-    """One request."""
-    return GenerationRequest(prompt, SamplingParams(num, temperature, top_p, top_k, stop), seed, so_far)
+    """One request of one sample."""
+    sampling = SamplingParams(num, temperature, top_p, top_k, stop)
+    return GenerationRequest(prompt, sampling, (seed,), () if so_far is None else (so_far,))
 
 
 @torch.no_grad()

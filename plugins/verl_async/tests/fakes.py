@@ -12,23 +12,24 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 
-from verl_async.asynchrony.actors import Acknowledgement, BucketDelivery
+from verl_async.asynchrony.actors import BucketDelivery
 from verl_async.asynchrony.assembly import Actors, Watchers, assemble_training
 from verl_async.asynchrony.samples import Draw, EncodedPrompt, ScoredGroup
 from verl_async.asynchrony.scoring import Scorer
 from verl_async.asynchrony.timeline import Timeline
-from verl_async.config import TrainJob
+from verl_async.config import RolloutConfig, TrainJob
 from verl_async.data.prompts import Prompt
 from verl_async.data.reward_pool import Score
 from verl_async.errors import RewardError
-from verl_async.rollout.interface import Generation, SamplingParams
+from verl_async.rollout.in_process import InlineTransport
+from verl_async.rollout.interface import Acknowledgement, Generation, SamplingParams
 from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.optimizer_step import OptimizerStep
 from verl_engine.engine.train_step import StepReport
 from verl_engine.engine.weights.bucket import WeightBucket, combine_checksums
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from verl_async.asynchrony.inputs import ModelTexts
     from verl_async.asynchrony.policy_update import PolicyUpdate
     from verl_async.data.rewards import Sample
-    from verl_async.rollout.interface import GenerationRequest
+    from verl_async.rollout.interface import GenerationRequest, WeightTransport
     from verl_engine.engine.base import LossFn
 
 STOP = 99
@@ -57,6 +58,7 @@ class FakeTrainer:
         self.temperatures: list[float] = []
         self.num_inferred = 0
         self.slots = [0, 0]
+        self.num_open = 0
         self.applied = True
         self.kept: dict[str, int] = {}
         """By tag, the step count then."""
@@ -98,11 +100,19 @@ class FakeTrainer:
         assert (bucket_bytes, dtype) == (256 * 2**20, "float32")
         return [WeightBucket((), 64)] * self.num_buckets
 
+    async def open_transport(self) -> InlineTransport:
+        self.num_open += 1
+        return InlineTransport()
+
+    async def release_transport(self) -> None:
+        self.num_open -= 1
+
     async def write_weight_bucket(self, index: int, slot: int) -> BucketDelivery:
+        assert self.num_open == 0, "names of buffers are left behind"
         await asyncio.sleep(0)
         content = 1000 * self.num_steps + index
         self.slots[slot] = content
-        return BucketDelivery(WeightBucket((), 64), (self.slots, slot), zlib.crc32(str(content).encode()))
+        return BucketDelivery((self.slots, slot), zlib.crc32(str(content).encode()))
 
     async def save_pretrained(self, folder: Path) -> None:
         """Nothing to write."""
@@ -121,6 +131,7 @@ class FakeRollout:
         self.generating = False
         self.loading = False
         self.loaded: list[int] = []
+        self.begun = (0, 0)
         self._interrupted = asyncio.Event()
 
     async def generate(self, requests: list[GenerationRequest]) -> list[Generation]:
@@ -135,7 +146,7 @@ class FakeRollout:
             self.generating = False
 
     async def _generate(self, requests: list[GenerationRequest]) -> list[Generation]:
-        rows = [Generation() if request.so_far is None else request.so_far for request in requests]
+        rows = [request.so_far[0] if request.so_far else Generation() for request in requests]
         rows = [Generation(list(row.token_ids), list(row.log_probs), list(row.weight_versions)) for row in rows]
         length = {id(row): self.length(request) for row, request in zip(rows, requests, strict=True)}
         while any(len(row.token_ids) < length[id(row)] for row in rows) and not self._interrupted.is_set():
@@ -162,6 +173,11 @@ class FakeRollout:
         self.num_interrupts += 1
         self._interrupted.set()
 
+    async def begin_weights(self, version: int, plan: Sequence[WeightBucket], transport: WeightTransport) -> None:
+        assert not self.generating, "new weights while generating"
+        assert isinstance(transport, InlineTransport)
+        self.begun, self.loaded = (version, len(plan)), []
+
     async def load_bucket(self, delivery: BucketDelivery) -> None:
         assert not self.generating, "new weights while generating"
         assert not self.loading, "an engine loads one bucket at a time"
@@ -173,18 +189,19 @@ class FakeRollout:
 
     async def read(self, delivery: BucketDelivery) -> None:
         """Look at the slot at both ends of reading; it must hold what was delivered."""
-        slots, slot = delivery.payload
+        slots, slot = delivery.handle
         for _ in range(2):
             assert zlib.crc32(str(slots[slot]).encode()) == delivery.checksum, "the slot was written while it was read"
             await asyncio.sleep(0)
         self.loaded.append(delivery.checksum)
 
-    async def commit_weights(self, version: int) -> Acknowledgement:
+    async def commit_weights(self, version: int) -> Mapping[str, Acknowledgement]:
         await asyncio.sleep(0)
+        assert self.begun[0] == version
         self.version = version
         checksum = combine_checksums(self.loaded)
         self.loaded = []
-        return Acknowledgement(version, checksum)
+        return {self.name: Acknowledgement(version, checksum)}
 
     async def save_pretrained(self, folder: Path) -> str:
         write_weights(folder, self.name)
@@ -296,7 +313,8 @@ def train_job(**changes: dict[str, Any]) -> TrainJob:
     for section, change in changes.items():
         sections[section] = sections.get(section, {}) | change
     engine = EngineConfig(backend="toy", learning_rate=0.1)
-    return TrainJob.model_validate({"engine": engine, **sections})
+    rollout = RolloutConfig(**sections.pop("rollout"))
+    return TrainJob.model_validate({"engine": engine, "rollout": rollout, **sections})
 
 
 @dataclass

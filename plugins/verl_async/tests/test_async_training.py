@@ -28,10 +28,10 @@ from verl_engine.contract.errors import StuckError, TrainingDivergedError, Weigh
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from verl_async.asynchrony.actors import Acknowledgement, BucketDelivery
+    from verl_async.asynchrony.actors import BucketDelivery
     from verl_async.asynchrony.async_training import AsyncTraining
     from verl_async.config import TrainJob
-    from verl_async.rollout.interface import GenerationRequest
+    from verl_async.rollout.interface import Acknowledgement, GenerationRequest
 
 
 def watch_staleness(training: AsyncTraining, job: TrainJob) -> None:
@@ -57,7 +57,7 @@ class Unequal(FakeRollout):
     """Answers of different lengths, so that workers and groups overtake each other."""
 
     def length(self, request: GenerationRequest) -> int:
-        return 1 + request.seed % 6
+        return 1 + request.seeds[0] % 6
 
 
 @settings(max_examples=60, deadline=None)
@@ -278,7 +278,7 @@ class FailingRollout(FakeRollout):
         self.fail("load")
         await super().load_bucket(delivery)
 
-    async def commit_weights(self, version: int) -> Acknowledgement:
+    async def commit_weights(self, version: int) -> Mapping[str, Acknowledgement]:
         self.fail("commit")
         return await super().commit_weights(version)
 

@@ -41,7 +41,7 @@ def test_a_dry_run_prints_the_resolved_job_without_torch(recipe: Path, tmp_path:
     settings = yaml.safe_load(done.stdout)
     assert settings["engine"]["eps"] == 1e-6
     assert settings["engine"]["total_steps"] == 3
-    assert settings["rollout"]["engine"] == "embedded"
+    assert settings["rollout"]["backend"] == "embedded"
     assert not (tmp_path / "output").exists()
     again = write_recipe(tmp_path / "again.yaml", settings)
     assert load_train_job(again) == load_train_job(recipe, ["engine.eps=1e-6"])
@@ -110,7 +110,7 @@ def _nothing(folder: Path) -> None:
         ("reward.function=nobody.score", _nothing, "module nobody cannot be imported"),
         ("reward.function=rewards.score", _raising, "sample 0 of sums, tried before the start (prompt row 0) raised"),
         ("trainer.num_ranks=3", _nothing, "do not divide over trainer.num_ranks=3"),
-        ("rollout.engine=embeded", _nothing, "did you mean embedded?"),
+        ("rollout.backend=embeded", _nothing, "did you mean embedded?"),
         ("trainer.num_steps", _nothing, "override 'trainer.num_steps' has no '='"),
     ],
 )

@@ -1,132 +1,193 @@
+"""Pauses in mid-generation: what comes back, what freezes, and what goes on."""
+
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import pytest
 
 from plugins.verl_async.tests.embedded_models import PROMPTS, embedded, full_log_probs, qwen3, request
-from verl_async.rollout.interface import Generation
+from verl_async.errors import RolloutError
+from verl_async.rollout.in_process import InlineTransport, as_bucket, generate
+from verl_async.rollout.interface import Completion, Generation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from transformers import PreTrainedModel
+
     from verl_async.rollout.embedded import EmbeddedEngine
-    from verl_async.rollout.interface import GenerationRequest
+    from verl_async.rollout.interface import GenerationRequest, PauseMode
 
 REQUESTS = [request(prompt, seed, num=16 + 4 * seed) for seed in range(3) for prompt in PROMPTS]
 
 
-def interrupt_after(engine: EmbeddedEngine, num_forwards: int) -> None:
-    """Let another thread interrupt during a forward of the next generate."""
-    done = [0]
+def pause_after(engine: EmbeddedEngine, num_forwards: int, mode: PauseMode) -> threading.Event:
+    """Let another thread pause during a forward from now on; the event is set when nothing moves any more."""
+    done, quiet = [0], threading.Event()
+
+    def pause() -> None:
+        engine.pause(mode)
+        quiet.set()
 
     def watch(*_: object) -> None:
         done[0] += 1
         if done[0] == num_forwards:
             handle.remove()
-            thread = threading.Thread(target=engine.interrupt)
-            thread.start()
-            thread.join()
+            threading.Thread(target=pause).start()
+            while engine._mode is None:
+                time.sleep(0.001)
 
     handle = engine._model.register_forward_pre_hook(watch)
+    return quiet
 
 
 def resumed(requests: Sequence[GenerationRequest], results: Sequence[Generation]) -> list[GenerationRequest]:
-    return [replace(one, so_far=result) for one, result in zip(requests, results, strict=True)]
+    return [replace(one, so_far=(result,)) for one, result in zip(requests, results, strict=True)]
+
+
+def load(engine: EmbeddedEngine, model: PreTrainedModel, version: int) -> None:
+    import zlib
+
+    pairs = [as_bucket(name, weight) for name, weight in model.state_dict().items()]
+    engine.begin_weights(version, [bucket for bucket, _ in pairs], InlineTransport())
+    for _, content in pairs:
+        engine.load_bucket(content, zlib.crc32(content))
+    engine.commit_weights(version)
 
 
 @pytest.mark.parametrize("stops", [(1,), (3, 1, 6), (17, 2)])
-def test_interrupted_and_resumed_equals_uninterrupted(stops: tuple[int, ...], tmp_path: Path) -> None:
+def test_aborted_and_resumed_equals_uninterrupted(stops: tuple[int, ...], tmp_path: Path) -> None:
     engine = embedded(qwen3(), tmp_path)
-    whole = engine.generate(REQUESTS)
+    whole = generate(engine, REQUESTS)
     requests: Sequence[GenerationRequest] = REQUESTS
     num_tokens = 0
     for stop in stops:
-        interrupt_after(engine, stop)
-        results = engine.generate(requests)
-        num_tokens += stop
+        engine.resume()
+        pause_after(engine, stop, "abort")
+        results = generate(engine, requests)
+        num_tokens += stop - (num_tokens > 0)  # contexts of two lengths or more are read by one forward, too
         for one, result in zip(requests, results, strict=True):
-            length = min(num_tokens, one.sampling.max_new_tokens)
-            assert len(result.token_ids) == len(result.log_probs) == len(result.weight_versions) == length
+            length = len(result.token_ids)
+            assert len(result.log_probs) == len(result.weight_versions) == length
             assert result.finish_reason == ("length" if length == one.sampling.max_new_tokens else "interrupted")
+        assert any(result.finish_reason == "interrupted" for result in results)
         requests = resumed(requests, results)
-    for uninterrupted, last in zip(whole, engine.generate(requests), strict=True):
+    engine.resume()
+    for uninterrupted, last in zip(whole, generate(engine, requests), strict=True):
         assert last.token_ids == uninterrupted.token_ids
         assert last.log_probs == pytest.approx(uninterrupted.log_probs, abs=1e-5)
         assert last.finish_reason == uninterrupted.finish_reason == "length"
 
 
-def test_after_new_weights_old_tokens_keep_their_log_probs_and_versions(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["abort", "keep"])
+def test_after_new_weights_old_tokens_keep_their_log_probs_and_versions(mode: PauseMode, tmp_path: Path) -> None:
     old, new = qwen3(0), qwen3(1)
     engine = embedded(old, tmp_path)
-    interrupt_after(engine, 5)
-    first = engine.generate(REQUESTS)
-    kept = [list(result.log_probs) for result in first]
-    engine.load_weights(new.state_dict().items())
-    engine.commit_weights(3)
-    for one, start, log_probs, result in zip(
-        REQUESTS, first, kept, engine.generate(resumed(REQUESTS, first)), strict=True
-    ):
-        assert result.token_ids[:5] == start.token_ids
-        assert result.log_probs[:5] == log_probs == start.log_probs, "what was handed in is not changed"
-        assert result.weight_versions == [0] * 5 + [3] * (one.sampling.max_new_tokens - 5)
-        wanted = full_log_probs(new, one.prompt_ids, result.token_ids)
-        assert result.log_probs[5:] == pytest.approx(wanted[5:], abs=1e-5)
+    done: SimpleQueue[Completion] = SimpleQueue()
+    quiet = pause_after(engine, 6, mode)
+    engine.submit(REQUESTS, done.put)
+    assert quiet.wait(10)
+    load(engine, new, 3)
+    if mode == "abort":
+        back = [done.get() for _ in REQUESTS]
+        held = [list(one.generation.log_probs) for one in back]
+        engine.submit([replace(one.request, so_far=(one.generation,)) for one in back], done.put)
+    engine.resume()
+    finished = [done.get() for _ in REQUESTS]
+    if mode == "abort":
+        assert [one.generation.log_probs for one in back] == held, "what was handed in is not changed"
+    for one in finished:
+        asked, result = one.request, one.generation
+        num_old = result.weight_versions.count(0)
+        assert 0 < num_old < len(result.token_ids) == asked.sampling.max_new_tokens
+        assert result.weight_versions == [0] * num_old + [3] * (len(result.token_ids) - num_old)
+        by_old = full_log_probs(old, asked.prompt_ids, result.token_ids)
+        by_new = full_log_probs(new, asked.prompt_ids, result.token_ids)
+        assert result.log_probs == pytest.approx([*by_old[:num_old], *by_new[num_old:]], abs=1e-5)
 
 
-def test_interrupt_before_the_prompts_are_read_gives_no_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_submitted_before_a_pause_that_waits_finishes_and_what_comes_after_waits(tmp_path: Path) -> None:
+    engine = embedded(qwen3(), tmp_path, max_running=2)
+    done: SimpleQueue[Completion] = SimpleQueue()
+    quiet = pause_after(engine, 3, "wait")
+    engine.submit(REQUESTS, done.put)
+    while engine._mode is None:
+        time.sleep(0.001)
+    engine.submit(REQUESTS[:1], done.put)
+    assert quiet.wait(10)
+    assert done.qsize() == len(REQUESTS)
+    assert (engine.stats().running, engine.stats().waiting) == (0, 1)
+    engine.resume()
+    reasons = [done.get(timeout=10).generation.finish_reason for _ in range(len(REQUESTS) + 1)]
+    assert reasons == ["length"] * len(reasons)
+
+
+def test_a_pause_that_waits_can_be_ended_by_an_abort(tmp_path: Path) -> None:
     engine = embedded(qwen3(), tmp_path)
-    check = engine._check
-
-    def check_and_interrupt(requests: Sequence[GenerationRequest]) -> None:
-        check(requests)
-        engine.interrupt()
-
-    monkeypatch.setattr(engine, "_check", check_and_interrupt)
-    results = engine.generate(REQUESTS[:2])
-    assert results == [Generation(), Generation()]
-    assert results[0].finish_reason == "interrupted"
-    monkeypatch.undo()
-    assert engine.generate(resumed(REQUESTS[:2], results)) == engine.generate(REQUESTS[:2])
+    quiet = pause_after(engine, 3, "wait")
+    threading.Thread(target=lambda: (time.sleep(0.02), engine.pause("abort"))).start()
+    results = generate(engine, [request(num=120)] * 2)
+    assert quiet.wait(10)
+    assert {result.finish_reason for result in results} <= {"interrupted", "length"}
+    engine.resume()
+    assert generate(engine, [request()])[0].finish_reason == "length"
 
 
-def test_interrupt_when_idle_has_no_effect(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
+def test_a_pause_when_idle_has_no_effect(mode: PauseMode, tmp_path: Path) -> None:
     engine = embedded(qwen3(), tmp_path)
-    engine.interrupt()
-    assert [result.finish_reason for result in engine.generate(REQUESTS)] == ["length"] * len(REQUESTS)
+    engine.pause(mode)
+    engine.resume()
+    assert [result.finish_reason for result in generate(engine, REQUESTS)] == ["length"] * len(REQUESTS)
 
 
 def test_finished_requests_come_back_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = embedded(qwen3(), tmp_path)
-    [done] = engine.generate([request(num=4)])
+    [done] = generate(engine, [request(num=4)])
     stop = done.token_ids[-1]
     monkeypatch.setattr(engine, "_model", None)  # not needed
-    by_length, by_stop = engine.generate([request(num=4, so_far=done), request(num=9, stop=(stop,), so_far=done)])
+    by_length, by_stop = generate(engine, [request(num=4, so_far=done), request(num=9, stop=(stop,), so_far=done)])
     assert by_length == done
     assert (by_stop.token_ids, by_stop.finish_reason) == (done.token_ids, "stop")
 
 
-def test_finished_and_unfinished_requests_go_together(tmp_path: Path) -> None:
+def test_finished_and_unfinished_samples_go_together(tmp_path: Path) -> None:
     engine = embedded(qwen3(), tmp_path)
-    [done, other] = engine.generate([request(num=4), request(seed=2, num=20)])
+    [done, other] = generate(engine, [request(num=4), request(seed=2, num=20)])
     part = Generation(other.token_ids[:6], other.log_probs[:6], other.weight_versions[:6])
-    results = engine.generate([request(num=4, so_far=done), request(seed=2, num=20, so_far=part)])
+    results = generate(engine, [request(num=4, so_far=done), request(seed=2, num=20, so_far=part)])
     assert results[0] == done
     assert results[1].token_ids == other.token_ids
 
 
-def test_a_running_generate_is_interrupted_from_another_thread(tmp_path: Path) -> None:
-    """Without hooks: as the async loop does it, repeated until generate has returned."""
+def test_close_gives_back_what_is_unfinished(tmp_path: Path) -> None:
     engine = embedded(qwen3(), tmp_path)
-    results: list[list[Generation]] = []
-    thread = threading.Thread(target=lambda: results.append(engine.generate([request(num=120)] * 64)))
-    thread.start()
-    while thread.is_alive():
-        engine.interrupt()
-        thread.join(0.005)
-    for result in results[0]:
-        assert len(result.token_ids) == len(results[0][0].token_ids)
-        assert result.finish_reason == ("length" if len(result.token_ids) == 120 else "interrupted")
+    done: SimpleQueue[Completion] = SimpleQueue()
+    engine.submit([request(num=120)] * 3, done.put)
+    engine.close()
+    engine.close()
+    assert [(done.get().generation.finish_reason, one) for one in range(3)] == [
+        ("interrupted", one) for one in range(3)
+    ]
+    with pytest.raises(RolloutError, match="closed"):
+        engine.submit([request()], done.put)
+    engine.pause("keep")  # nobody is left to wait for
+
+
+def test_an_engine_that_fails_gives_the_error_with_every_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = embedded(qwen3(), tmp_path, max_running=2)
+    monkeypatch.setattr(engine._batch.reader, "step", lambda _: 1 / 0)
+    done: SimpleQueue[Completion] = SimpleQueue()
+    engine.submit([request(num=20)] * 3, done.put)
+    for _ in range(3):
+        assert "failed: ZeroDivisionError" in str(done.get(timeout=10).error)
+    with pytest.raises(RolloutError, match="ZeroDivisionError"):
+        engine.submit([request()], done.put)

@@ -1,12 +1,17 @@
+"""New weights in the embedded engine: all of a plan, in place, and never between two versions."""
+
 from __future__ import annotations
 
+import zlib
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from plugins.verl_async.tests.embedded_models import PROMPTS, embedded, qwen3, request, tied_llama
+from verl_async.rollout.in_process import InlineTransport, as_bucket, generate, send_weights
 from verl_engine.contract.errors import WeightsError
+from verl_engine.engine.weights.bucket import combine_checksums
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,15 +28,13 @@ def test_with_another_models_weights_it_generates_as_that_model(
     build: Callable[[int], PreTrainedModel], dtype: str, tmp_path: Path
 ) -> None:
     engine = embedded(build(0), tmp_path / "old", dtype=dtype)
-    wanted = embedded(build(1), tmp_path / "new", dtype=dtype).generate(REQUESTS)
-    before = engine.generate(REQUESTS)
-    # In two buckets, as parameters without the tied alias.
-    weights = list(build(1).named_parameters())
-    engine.load_weights(weights[:3])
-    engine.load_weights(weights[3:])
-    engine.commit_weights(7)
-    after = engine.generate(REQUESTS)
-    assert engine.version == 7
+    wanted = generate(embedded(build(1), tmp_path / "new", dtype=dtype), REQUESTS)
+    before = generate(engine, REQUESTS)
+    [found] = send_weights(engine, build(1).named_parameters(), 7).values()  # without the tied alias
+    after = generate(engine, REQUESTS)
+    contents = [as_bucket(*pair)[1] for pair in build(1).named_parameters()]
+    assert engine.version == found.version == 7
+    assert found.checksum == combine_checksums([zlib.crc32(content) for content in contents])
     assert [result.token_ids for result in after] == [result.token_ids for result in wanted]
     assert [result.log_probs for result in after] == [result.log_probs for result in wanted]
     assert [result.token_ids for result in after] != [result.token_ids for result in before]
@@ -44,46 +47,57 @@ def test_any_name_of_a_tied_weight_fills_it(names: tuple[str, ...], tmp_path: Pa
     state = tied_llama(1).state_dict()
     embedding = state.pop("model.embed_tokens.weight")
     state.pop("lm_head.weight", None)
-    engine.load_weights({**state, **dict.fromkeys(names, embedding)}.items())
-    engine.commit_weights(1)
+    send_weights(engine, {**state, **dict.fromkeys(names, embedding)}.items(), 1)
     held = engine._model.state_dict()
     assert torch.equal(held["lm_head.weight"], embedding)
     assert torch.equal(held["model.embed_tokens.weight"], embedding)
 
 
-def test_missing_weights_are_named_and_may_follow(tmp_path: Path) -> None:
+def test_a_plan_is_checked_whole_before_a_byte_comes(tmp_path: Path) -> None:
     engine = embedded(qwen3(0), tmp_path)
     state = qwen3(1).state_dict()
-    late = {name: state.pop(name) for name in ("model.norm.weight", "model.layers.1.mlp.up_proj.weight")}
-    engine.load_weights(state.items())
-    with pytest.raises(WeightsError, match=r"2 weights were not loaded .*: model.layers.1.mlp.up_proj.weight, model.n"):
+
+    def refused(weights: list[tuple[str, torch.Tensor]], message: str) -> None:
+        with pytest.raises(WeightsError, match=message):
+            send_weights(engine, weights, 1)
+
+    some = [pair for pair in state.items() if pair[0] not in {"model.norm.weight", "model.layers.1.mlp.up_proj.weight"}]
+    refused(some, r"2 weights are missing from the plan: model.layers.1.mlp.up_proj.weight, model.norm.weight; ")
+    refused([*state.items(), *state.items()], "weights come twice in one plan: .* and 17 more")
+    name = "model.layers.2.mlp.up_proj.weight"
+    refused([(name, torch.zeros(64, 32))], f"weight '{name}' is not in the rollout model")
+    refused([("model.norm.weight", torch.zeros(16))], r"has shape \(16,\), the rollout model wants \(32,\)")
+    engine.resume()
+    assert generate(engine, REQUESTS)[0].weight_versions == [0] * 12
+
+
+def test_missing_and_foreign_buckets_are_named_and_the_rest_may_follow(tmp_path: Path) -> None:
+    engine = embedded(qwen3(0), tmp_path)
+    pairs = [as_bucket(name, weight) for name, weight in qwen3(1).state_dict().items()]
+    plan = [bucket for bucket, _ in pairs]
+    engine.pause("wait")
+    with pytest.raises(WeightsError, match="came without begin_weights"):
+        engine.load_bucket(pairs[0][1], 0)
+    engine.begin_weights(1, plan, InlineTransport())
+    for _, content in pairs[:-1]:
+        engine.load_bucket(content, zlib.crc32(content))
+    with pytest.raises(WeightsError, match="arrived with checksum"):
+        engine.load_bucket(pairs[-1][1], 0)
+    with pytest.raises(WeightsError, match=r"1 weights of version 1 were not loaded: lm_head.weight"):
         engine.commit_weights(1)
-    assert engine.version == 0
-    engine.load_weights(late.items())
-    engine.commit_weights(1)
-    assert engine.version == 1
-
-
-def test_each_commit_wants_all_weights_anew(tmp_path: Path) -> None:
-    engine = embedded(qwen3(0), tmp_path)
-    engine.load_weights(qwen3(1).state_dict().items())
-    engine.commit_weights(1)
-    with pytest.raises(WeightsError, match="and 17 more"):
-        engine.commit_weights(2)
-
-
-def test_unknown_names_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match=r"weight 'model.layers.2.mlp.up_proj.weight' is not in the rollout model"):
-        embedded(qwen3(), tmp_path).load_weights([("model.layers.2.mlp.up_proj.weight", torch.zeros(64, 32))])
-
-
-def test_wrong_shapes_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match=r"'model.norm.weight' has shape \(16,\), the rollout model wants \(32,\)"):
-        embedded(qwen3(), tmp_path).load_weights([("model.norm.weight", torch.zeros(16))])
-
-
-def test_generate_between_load_and_commit_is_refused(tmp_path: Path) -> None:
-    engine = embedded(qwen3(0), tmp_path)
-    engine.load_weights([("model.norm.weight", torch.ones(32))])
     with pytest.raises(WeightsError, match="loaded after version 0 but not committed"):
-        engine.generate(REQUESTS)
+        engine.resume()
+    engine.load_bucket(pairs[-1][1], zlib.crc32(pairs[-1][1]))
+    with pytest.raises(WeightsError, match=f"beyond the {len(plan)} of the plan"):
+        engine.load_bucket(pairs[-1][1], zlib.crc32(pairs[-1][1]))
+    with pytest.raises(WeightsError, match="commit_weights of version 2, but begin_weights had 1"):
+        engine.commit_weights(2)
+    engine.commit_weights(1)
+    engine.resume()
+    assert generate(engine, REQUESTS)[0].weight_versions == [1] * 12
+
+
+def test_weights_come_only_while_it_is_paused(tmp_path: Path) -> None:
+    engine = embedded(qwen3(0), tmp_path)
+    with pytest.raises(WeightsError, match="call pause first"):
+        engine.begin_weights(1, [], InlineTransport())

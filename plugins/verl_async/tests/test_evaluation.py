@@ -84,8 +84,8 @@ def test_every_evaluation_draws_from_the_same_streams() -> None:
     asyncio.run(evaluation.run())
     asyncio.run(evaluation.run())
     first, second = rollout.calls
-    assert [request.seed for request in first] == [request.seed for request in second]
-    assert len({request.seed for request in first}) == 2
+    assert [request.seeds for request in first] == [request.seeds for request in second]
+    assert len({request.seeds for request in first}) == 2
 
 
 def test_workers_finish_what_they_generate_first() -> None:

@@ -113,8 +113,8 @@ def test_a_port_in_use_is_refused(check: Check) -> None:
 
 
 def test_an_unknown_rollout_engine_names_the_closest(check: Check) -> None:
-    message = _refused(check, UnknownPluginError, "rollout.engine=embeded")
-    assert "rollout.engine='embeded'" in message
+    message = _refused(check, UnknownPluginError, "rollout.backend=embeded")
+    assert "rollout.backend='embeded'" in message
     assert "did you mean embedded?" in message
 
 

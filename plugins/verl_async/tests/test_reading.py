@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from plugins.verl_async.tests.embedded_models import PROMPTS, SIZES, embedded, full_log_probs, request
+from verl_async.rollout.in_process import generate
 from verl_engine.contract.errors import ModelError
 
 if TYPE_CHECKING:
@@ -18,12 +19,12 @@ MODELS: Final[dict[str, tuple[type[Any], transformers.PreTrainedConfig, str]]] =
     "soft cap": (
         transformers.Gemma2ForCausalLM,
         transformers.Gemma2Config(**SIZES, head_dim=8, sliding_window=4, attn_logit_softcapping=0.5),
-        "mixed lengths",
+        "slots",
     ),
     "sinks, no sdpa": (
         transformers.GptOssForCausalLM,
         transformers.GptOssConfig(**SIZES, head_dim=8, sliding_window=4, num_local_experts=4, num_experts_per_tok=2),
-        "mixed lengths",
+        "slots",
     ),
     "attention of its own": (
         transformers.BloomForCausalLM,
@@ -74,11 +75,11 @@ def test_log_probs_are_those_of_a_whole_forward(tmp_path: Path, kind: str) -> No
     assert engine.reading == reading
     # Of different lengths, so that rows leave the batch at different times; the first prompt comes twice.
     requests = [request(prompt, seed, num=6 + seed) for seed, prompt in enumerate((*PROMPTS, PROMPTS[0]))]
-    together = engine.generate(requests)
+    together = generate(engine, requests)
     for asked, found in zip(requests, together, strict=True):
         right = full_log_probs(model, asked.prompt_ids, found.token_ids)
         assert found.log_probs == pytest.approx(right, abs=2e-5)
-    assert engine.generate(requests[1:2])[0].token_ids == together[1].token_ids
+    assert generate(engine, requests[1:2])[0].token_ids == together[1].token_ids
 
 
 def test_bfloat16_hides_what_padding_does_to_a_state(tmp_path: Path) -> None:

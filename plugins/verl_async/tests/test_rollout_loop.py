@@ -86,7 +86,7 @@ def test_interrupted_answers_go_on_with_their_tokens_under_the_new_weights() -> 
         running = asyncio.ensure_future(run(loop, total=2))
         await asyncio.wait_for(client.three_tokens.wait(), 5.0)  # prompt 10 is answered by now
         async with loop.worker.paused(interrupt=True):
-            await client.commit_weights(1)
+            client.version = 1
         return await running, client
 
     (short, long), client = asyncio.run(main())
@@ -96,14 +96,14 @@ def test_interrupted_answers_go_on_with_their_tokens_under_the_new_weights() -> 
     assert short.num_interruptions == 0, "it was finished before the weights changed"
     assert long.num_interruptions == 1
     for answer, resumed in zip(long.generations, second, strict=True):
-        assert resumed.so_far is not None
-        num_before = len(resumed.so_far.token_ids)
+        assert len(resumed.so_far) == 1
+        num_before = len(resumed.so_far[0].token_ids)
         assert 2 <= num_before < 8
         assert answer.token_ids == [21, 22, 23, 24, 25, 26, 27, STOP]
         assert answer.log_probs == [-1.0 - place for place in range(8)]
         assert answer.weight_versions == [0] * num_before + [1] * (8 - num_before)
     assert (long.oldest_version, long.newest_version) == (0, 1)
-    assert [request.seed for request in first[2:]] == [request.seed for request in second]
+    assert [request.seeds for request in first[2:]] == [request.seeds for request in second]
 
 
 def test_groups_are_queued_as_they_are_scored() -> None:

@@ -113,7 +113,7 @@ def test_interrupt_is_repeated_until_it_is_heard() -> None:
 
         async def generate() -> None:
             async with worker.using() as used:
-                await used.generate([GenerationRequest((1,), SamplingParams(10_000), 0)])
+                await used.generate([GenerationRequest((1,), SamplingParams(10_000), (0,))])
 
         generating = asyncio.ensure_future(generate())
         await asyncio.sleep(0.005)

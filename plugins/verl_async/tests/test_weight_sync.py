@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins.verl_async.tests.fakes import FakeRollout, FakeTrainer, encoded_prompts
-from verl_async.asynchrony.actors import Acknowledgement, RolloutWorker
+from verl_async.asynchrony.actors import RolloutWorker
 from verl_async.asynchrony.samples import Draw
 from verl_async.asynchrony.weight_sync import WeightSync
 from verl_async.config import WeightSyncConfig
-from verl_async.rollout.interface import SamplingParams
+from verl_async.rollout.interface import Acknowledgement, SamplingParams
 from verl_engine.contract.errors import StuckError, WeightsError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from verl_async.asynchrony.actors import BucketDelivery
 
@@ -71,7 +71,7 @@ class SlowReader(FakeRollout):
         self.seen: list[int] = []
 
     async def read(self, delivery: BucketDelivery) -> None:
-        slots, slot = delivery.payload
+        slots, slot = delivery.handle
         content = slots[slot]
         for _ in range(self.turns):
             assert slots[slot] == content
@@ -135,26 +135,27 @@ class Wrong(FakeRollout):
         super().__init__(index)
         self.wrong_version, self.wrong_checksum = version, checksum
 
-    async def commit_weights(self, version: int) -> Acknowledgement:
-        right = await super().commit_weights(version)
-        return Acknowledgement(
+    async def commit_weights(self, version: int) -> Mapping[str, Acknowledgement]:
+        [right] = (await super().commit_weights(version)).values()
+        wrong = Acknowledgement(
             right.version if self.wrong_version is None else self.wrong_version,
             right.checksum if self.wrong_checksum is None else self.wrong_checksum,
         )
+        return {"first": right, "second": wrong}
 
 
 def test_a_wrong_checksum_is_an_error() -> None:
     sync = sync_of(FakeTrainer(), [FakeRollout(0), Wrong(1, checksum=0xBAD)])
-    message = (
-        r"rollouter-1 acknowledged version 0 with checksum 0x00000bad, but the trainer sent version 0 with checksum"
-    )
+    message = r"rollouter-1 \(second\) acknowledged version 0 with checksum 0x00000bad, but the trainer sent"
     with pytest.raises(WeightsError, match=message):
         run(sync)
     assert sync.version == -1
 
 
 def test_a_wrong_version_is_an_error() -> None:
-    with pytest.raises(WeightsError, match=r"rollouter-0 acknowledged version 7 .* but the trainer sent version 0"):
+    with pytest.raises(
+        WeightsError, match=r"rollouter-0 \(second\) acknowledged version 7 .* but the trainer sent version 0"
+    ):
         run(sync_of(FakeTrainer(), [Wrong(0, version=7), FakeRollout(1)]))
 
 
@@ -164,7 +165,7 @@ def test_a_bucket_lost_on_the_way_is_noticed() -> None:
             if len(self.loaded) < 2:
                 await super().read(delivery)
 
-    with pytest.raises(WeightsError, match="rollouter-0 acknowledged"):
+    with pytest.raises(WeightsError, match=r"rollouter-0 \(rollouter-0\) acknowledged"):
         run(sync_of(FakeTrainer(num_buckets=3), [Forgetful()]))
 
 
@@ -191,7 +192,7 @@ class Stuck(FakeRollout):
         await asyncio.sleep(100 if self.where == "read" else 0)
         await super().read(delivery)
 
-    async def commit_weights(self, version: int) -> Acknowledgement:
+    async def commit_weights(self, version: int) -> Mapping[str, Acknowledgement]:
         await asyncio.sleep(100 if self.where == "commit" else 0)
         return await super().commit_weights(version)
 

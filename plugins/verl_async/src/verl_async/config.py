@@ -1,4 +1,4 @@
-"""The sections of a job's YAML file, validated without torch. The ``engine`` section belongs to the chosen backend."""
+"""The sections of a job's YAML file, validated without torch; ``engine`` and ``rollout`` are the chosen plugins'."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class SftDataConfig(StrictModel):
 class RolloutConfig(StrictModel):
     """Who generates, and how."""
 
-    engine: str = "embedded"
-    """Name of the rollout engine (entry-point group ``verl_async.rollouts``)."""
+    backend: str = "embedded"
+    """Name of the rollout engine (entry-point group ``verl_async.rollouts``), whose class validates the section."""
     num_workers: Ranks = 1
     """Rollout processes, each with its own copy of the model."""
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
@@ -208,6 +208,14 @@ def _whole_engine(value: object) -> object:
     return value
 
 
+def _whole_rollout(value: object) -> object:
+    """The same for the rollout section."""
+    if not isinstance(value, RolloutConfig):
+        raise ValueError("the rollout section must be validated by its engine first")  # noqa: TRY004
+    return value
+
+
+AnyRolloutConfig = Annotated[SerializeAsAny[RolloutConfig], BeforeValidator(_whole_rollout)]
 AnyEngineConfig = Annotated[SerializeAsAny[EngineConfig], BeforeValidator(_whole_engine)]
 
 
@@ -218,7 +226,7 @@ class ReadTrainJob(StrictModel):
     engine: Any = None
     data: DataConfig
     reward: RewardConfig = RewardConfig()
-    rollout: RolloutConfig = RolloutConfig()
+    rollout: AnyRolloutConfig = RolloutConfig()
     async_training: AsyncTrainingConfig = AsyncTrainingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig
@@ -262,7 +270,7 @@ class ReadSftJob(StrictModel):
     engine: Any = None
     data: SftDataConfig
     trainer: SftTrainerConfig
-    rollout: RolloutConfig = RolloutConfig()
+    rollout: AnyRolloutConfig = RolloutConfig()
     """Used by the evaluation only."""
     reward: RewardConfig = RewardConfig()
     """Used by the evaluation only."""

@@ -9,3 +9,7 @@ class DataError(EngineError):
 
 class RewardError(EngineError):
     """A reward function failed, took too long or did not return a number; the message gives the sample's id."""
+
+
+class RolloutError(EngineError):
+    """A rollout engine is closed, or has failed."""

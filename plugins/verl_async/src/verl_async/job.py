@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pydantic import BaseModel
 
-from verl_async.config import ReadSftJob, ReadTrainJob, SftJob, TrainJob
+from verl_async.config import ReadSftJob, ReadTrainJob, RolloutConfig, SftJob, TrainJob
 from verl_async.data.rows import shorten
+from verl_async.rollout.kind import ROLLOUT
 from verl_engine.contract.config_file import literal, read_config, validate
 from verl_engine.contract.errors import ConfigError, EngineError, UnsupportedError
-from verl_engine.host.engine_section import load_engine_section
+from verl_engine.host.engine_section import chosen_plugin, load_engine_section
+from verl_engine.host.loading import load_plugin
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from verl_async.rollout.spec import RolloutSpec
     from verl_engine.contract.backend import BackendSpec
     from verl_engine.contract.engine_config import EngineConfig
     from verl_engine.host.engine_section import EngineSection
@@ -62,8 +65,14 @@ def resolved(job: TrainJob | SftJob) -> dict[str, Any]:
 def _load(
     job_class: type[_Job], read_class: type[ReadTrainJob | ReadSftJob], recipe: Path, overrides: Sequence[str]
 ) -> _Job:
-    data = read_config(recipe, overrides)
+    data = dict(read_config(recipe, overrides))
     faults: list[EngineError] = []
+    rollout_spec: RolloutSpec | None = None
+    try:
+        data["rollout"], rollout_spec = _rollout(data.get("rollout"))
+    except EngineError as error:
+        faults.append(error)
+        data["rollout"] = RolloutConfig()  # so that the other sections are looked at too
     read: ReadTrainJob | ReadSftJob | None = None
     try:
         read = validate(read_class, data)
@@ -79,6 +88,11 @@ def _load(
             _check_old_log_probs(read, engine.spec)
     except EngineError as error:
         faults.insert(0, error)
+    if rollout_spec is not None and (data["rollout"].top_k or data["rollout"].top_p < 1):
+        try:
+            rollout_spec.require("filtered_log_probs")
+        except EngineError as error:
+            faults.append(error)
     if read is None or engine is None or faults:
         raise _combined(faults)
     return _with_absolute_paths(validate(job_class, {**dict(read), "engine": engine.config}))
@@ -154,6 +168,18 @@ def _engine(section: object, total_steps: int) -> EngineSection:
     if isinstance(section, Mapping) and section.get("total_steps") is None:
         section = {**section, "total_steps": total_steps}
     return load_engine_section(section, at="engine")
+
+
+def _rollout(section: object) -> tuple[RolloutConfig, RolloutSpec]:
+    """Have the rollout engine that the section names check it; by default the embedded one."""
+    if section is None:
+        section = {}
+    if isinstance(section, Mapping) and "backend" not in section:
+        section = {**section, "backend": RolloutConfig().backend}
+    name, values = chosen_plugin(ROLLOUT, section, "rollout")
+    spec: RolloutSpec = load_plugin(ROLLOUT, name, "rollout.backend").spec
+    config: RolloutConfig = validate(spec.config_class, values, at="rollout")
+    return config, spec
 
 
 def _combined(faults: Sequence[EngineError]) -> EngineError:

@@ -85,7 +85,7 @@ def _check_surroundings(job: TrainJob | SftJob, output: Path | None, *, overwrit
     generates = isinstance(job, TrainJob) or job.evaluation is not None
     remarks = _remark_on_requirements(BACKEND, job.engine.backend, "engine.backend") + _remark_on_schedule(job)
     if generates:
-        remarks += _remark_on_requirements(ROLLOUT, job.rollout.engine, "rollout.engine")
+        remarks += _remark_on_requirements(ROLLOUT, job.rollout.backend, "rollout.backend")
     sizes = check_model_folder(job.model.path, "model.path")
     remarks += remark_on_vocabulary(job.model.path)
     return [*remarks, *check_shared_memory(job, sizes, syncs_weights=generates)]

@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping, Sequence
     from pathlib import Path
 
     import numpy as np
     import numpy.typing as npt
 
-    from verl_async.rollout.interface import Generation, GenerationRequest
-    from verl_engine.batch.sequence import Sequence
+    from verl_async.rollout.interface import Acknowledgement, Generation, GenerationRequest, WeightTransport
+    from verl_engine.batch import sequence
     from verl_engine.engine.base import LossFn
     from verl_engine.engine.train_step import StepReport
     from verl_engine.engine.weights.bucket import WeightBucket
 
-ShareBatches = list[list[list["Sequence"]]]
+ShareBatches = list[list[list["sequence.Sequence"]]]
 """``batches[share][micro_batch]``: the sequences of one micro-batch of one share of the data."""
 
 
@@ -28,19 +28,9 @@ ShareBatches = list[list[list["Sequence"]]]
 class BucketDelivery:
     """A weight bucket on its way."""
 
-    bucket: WeightBucket
-    payload: Any
-    """Where its bytes are; only the transport that made it looks inside."""
+    handle: Any
+    """Where its bytes are; only the transport looks inside."""
     checksum: int
-
-
-@dataclass(frozen=True, slots=True)
-class Acknowledgement:
-    """What a rollout worker says of the weights it has put in force."""
-
-    version: int
-    checksum: int
-    """Combined over the buckets it loaded since the last commit, in order."""
 
 
 class Trainer(Protocol):
@@ -63,6 +53,12 @@ class Trainer(Protocol):
     async def plan_weight_buckets(self, bucket_bytes: int, dtype: str) -> list[WeightBucket]:
         """Divide the weights into buckets."""
 
+    async def open_transport(self) -> WeightTransport:
+        """Return how the buckets of the plan travel; readers that open it do so before `release_transport`."""
+
+    async def release_transport(self) -> None:
+        """Remove what `open_transport` left for others to find; whoever has opened it keeps it."""
+
     async def write_weight_bucket(self, index: int, slot: int) -> BucketDelivery:
         """Gather a bucket of the last plan into one of two slots; what the slot held before is gone."""
 
@@ -77,16 +73,19 @@ class RolloutClient(Protocol):
     """``rollouter-0``, …"""
 
     async def generate(self, requests: list[GenerationRequest]) -> list[Generation]:
-        """Generate; see `RolloutEngine.generate`."""
+        """Generate a batch to its end, or to an `interrupt`; return its samples in order."""
 
     async def interrupt(self) -> None:
         """Make a running `generate` return after its current token."""
 
-    async def load_bucket(self, delivery: BucketDelivery) -> None:
-        """Check a bucket and copy it into the model."""
+    async def begin_weights(self, version: int, plan: Sequence[WeightBucket], transport: WeightTransport) -> None:
+        """Expect the buckets of a plan."""
 
-    async def commit_weights(self, version: int) -> Acknowledgement:
-        """Put the loaded weights in use."""
+    async def load_bucket(self, delivery: BucketDelivery) -> None:
+        """Check the next bucket and copy it into the model."""
+
+    async def commit_weights(self, version: int) -> Mapping[str, Acknowledgement]:
+        """Put the loaded weights in use, and return what each receiver then has."""
 
     async def save_pretrained(self, folder: Path) -> str:
         """Write the current weights as a Hugging Face folder, and return what they are: version and dtype."""

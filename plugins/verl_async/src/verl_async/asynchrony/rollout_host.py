@@ -1,21 +1,23 @@
-"""A rollout engine in its process, with the weights that are on their way to it."""
+"""A rollout engine in its process, as today's loop uses it: a batch at a time."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from verl_async.asynchrony.actors import Acknowledgement
-from verl_async.asynchrony.shared_slots import SharedSlots
-from verl_engine.contract.errors import UnsupportedError, WeightsError
-from verl_engine.engine.weights.bucket import combine_checksums, read_bucket
+from verl_async.rollout.in_process import generate
+from verl_engine.contract.errors import WeightsError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    import numpy as np
-    import numpy.typing as npt
-
-    from verl_async.rollout.interface import Generation, GenerationRequest, RolloutEngine
+    from verl_async.rollout.interface import (
+        Acknowledgement,
+        Generation,
+        GenerationRequest,
+        RolloutEngine,
+        WeightTransport,
+    )
     from verl_engine.engine.weights.bucket import WeightBucket
 
 
@@ -24,50 +26,33 @@ class RolloutHost:
 
     def __init__(self, engine: RolloutEngine) -> None:
         """Take an engine that has loaded its model."""
-        self._engine = engine
-        self._slots: SharedSlots | None = None
-        self._checksums: list[int] = []
+        self.engine = engine
+        self._is_loading = False
 
-    def attach_slots(self, paths: list[str]) -> None:
-        """Map the trainer's shared buffers."""
-        self._slots = SharedSlots(paths)
-
-    def generate(self, requests: list[GenerationRequest]) -> list[Generation]:
-        """Generate; see `RolloutEngine.generate`."""
-        return self._engine.generate(requests)
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
+        """Generate one batch to its end, or to an `interrupt`; returns its samples in order."""
+        self.engine.resume()
+        return generate(self.engine, requests, sealed=True) if requests else []
 
     def interrupt(self) -> None:
-        """Make a running `generate` return after its current token."""
-        self._engine.interrupt()
+        """Have a running `generate` return after its current token."""
+        self.engine.pause("abort")
 
-    def load_bucket(self, bucket: WeightBucket, payload: int | npt.NDArray[np.uint8], checksum: int) -> None:
-        """Check a bucket and copy it into the model.
+    def begin_weights(self, version: int, plan: Sequence[WeightBucket], transport: WeightTransport) -> None:
+        """Expect the buckets of a plan; see `RolloutEngine.begin_weights`."""
+        self.engine.pause("wait")
+        self._is_loading = True
+        self.engine.begin_weights(version, plan, transport)
 
-        Args:
-            bucket: what lies where.
-            payload: the number of a shared slot, or the bytes themselves.
-            checksum: of the bytes that were written.
-        Raises:
-            WeightsError: other bytes arrived, or the model has no such weight.
-        """
-        if isinstance(payload, int):
-            assert self._slots is not None, "attach_slots comes first"
-            buffer = self._slots[payload]
-        else:
-            buffer = payload if payload.flags.writeable else payload.copy()  # torch takes no read-only memory
-        self._engine.load_weights(read_bucket(buffer, bucket, checksum))
-        self._checksums.append(checksum)
+    def load_bucket(self, handle: Any, checksum: int) -> None:
+        """Copy the next bucket into the model; see `RolloutEngine.load_bucket`."""
+        self.engine.load_bucket(handle, checksum)
 
-    def commit_weights(self, version: int) -> Acknowledgement:
-        """Put the loaded weights in use, and return what the engine then has.
-
-        Raises:
-            WeightsError: some weights did not arrive.
-        """
-        self._engine.commit_weights(version)
-        checksum = combine_checksums(self._checksums)
-        self._checksums = []
-        return Acknowledgement(self._engine.version, checksum)
+    def commit_weights(self, version: int) -> Mapping[str, Acknowledgement]:
+        """Put the loaded weights in use, and return what each receiver then has."""
+        acknowledged = self.engine.commit_weights(version)
+        self._is_loading = False
+        return acknowledged
 
     def save_pretrained(self, folder: Path) -> str:
         """Write the current weights, the last copy where the trainer is gone; return their version and dtype.
@@ -76,9 +61,6 @@ class RolloutHost:
             WeightsError: a sync was under way, so that they are of two versions.
             UnsupportedError: the engine cannot write its weights.
         """
-        if self._checksums:
+        if self._is_loading:
             raise WeightsError("a weight sync was under way: the weights are of two versions")
-        save = getattr(self._engine, "save_pretrained", None)
-        if save is None:
-            raise UnsupportedError(f"{type(self._engine).__name__} cannot write its weights")
-        return f"version {self._engine.version}, {save(folder)}"
+        return f"version {self.engine.version}, {self.engine.save_pretrained(folder)}"

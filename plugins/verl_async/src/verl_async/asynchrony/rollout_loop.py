@@ -70,7 +70,7 @@ class RolloutLoop:
         while unfinished := [i for i, found in enumerate(generations) if found.finish_reason == "interrupted"]:
             for place in {index // size for index in unfinished}:
                 num_interruptions[place] += 1
-            rest = [replace(requests[index], so_far=generations[index]) for index in unfinished]
+            rest = [replace(requests[index], so_far=(generations[index],)) for index in unfinished]
             for index, generation in zip(unfinished, await self._generate_once(rest), strict=True):
                 generations[index] = generation
         groups = [generations[start : start + size] for start in range(0, len(generations), size)]

@@ -39,7 +39,7 @@ class Draw:
     def requests(self, num_samples: int, sampling: SamplingParams, seed: int) -> list[GenerationRequest]:
         """Make the group's requests; each sample's random stream follows from seed, draw and place in the group."""
         return [
-            GenerationRequest(self.encoded.token_ids, sampling, stream_seed(seed, self.number, place))
+            GenerationRequest(self.encoded.token_ids, sampling, (stream_seed(seed, self.number, place),))
             for place in range(num_samples)
         ]
 

@@ -6,6 +6,8 @@ import mmap
 import os
 import shutil
 import tempfile
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -72,6 +74,26 @@ class SharedSlots:
     def __getitem__(self, slot: int) -> npt.NDArray[np.uint8]:
         """Return the bytes of a slot, without a copy."""
         return np.frombuffer(self._maps[slot], np.uint8)
+
+
+@lru_cache(maxsize=2)  # the files have no names any more when the next sync opens them again
+def _opened(paths: tuple[str, ...]) -> SharedSlots:
+    return SharedSlots(paths)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemoryTransport:
+    """Handles are numbers of slots."""
+
+    paths: tuple[str, ...]
+
+    def open(self) -> None:
+        """Map the slots, the first time."""
+        _opened(self.paths)
+
+    def read(self, handle: int) -> npt.NDArray[np.uint8]:
+        """Return the bytes of a slot, without a copy."""
+        return _opened(self.paths)[handle]
 
 
 def _map(path: str) -> mmap.mmap:

@@ -7,15 +7,18 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from verl_async.asynchrony.actors import Acknowledgement
 from verl_async.asynchrony.shared_slots import NUM_SLOTS
 from verl_async.asynchrony.waiting import TimeLimit, end, together, within
+from verl_async.rollout.interface import Acknowledgement
 from verl_engine.contract.errors import WeightsError
 from verl_engine.engine.weights.bucket import combine_checksums
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from verl_async.asynchrony.actors import BucketDelivery, RolloutClient, RolloutWorker, Trainer
     from verl_async.config import WeightSyncConfig
+    from verl_engine.engine.weights.bucket import WeightBucket
 
 
 @dataclass(slots=True)
@@ -45,14 +48,17 @@ class WeightSync:
         async with AsyncExitStack() as stack:
             clients = await together(*(self._pause(stack, worker) for worker in self.workers))
             limit = TimeLimit(self.config.timeout_s)
-            sent = Acknowledgement(self.version + 1, await self._send(clients, limit))
-            acknowledged = await together(*(self._commit(client, sent.version, limit) for client in clients))
-            for client, found in zip(clients, acknowledged, strict=True):
-                if found != sent:
-                    raise WeightsError(
-                        f"{client.name} acknowledged version {found.version} with checksum {found.checksum:#010x}, "
-                        f"but the trainer sent version {sent.version} with checksum {sent.checksum:#010x}"
-                    )
+            version = self.version + 1
+            sent = Acknowledgement(version, await self._send(clients, version, limit))
+            acknowledged = await together(*(self._commit(client, version, limit) for client in clients))
+            for client, receivers in zip(clients, acknowledged, strict=True):
+                for receiver, found in receivers.items():
+                    if found != sent:
+                        raise WeightsError(
+                            f"{client.name} ({receiver}) acknowledged version {found.version} with checksum "
+                            f"{found.checksum:#010x}, but the trainer sent version {sent.version} with checksum "
+                            f"{sent.checksum:#010x}"
+                        )
             self.version = sent.version
 
     async def _pause(self, stack: AsyncExitStack, worker: RolloutWorker) -> RolloutClient:
@@ -63,7 +69,7 @@ class WeightSync:
             stack.enter_async_context(worker.paused(interrupt=self.interrupt)),
         )
 
-    async def _send(self, clients: list[RolloutClient], limit: TimeLimit) -> int:
+    async def _send(self, clients: list[RolloutClient], version: int, limit: TimeLimit) -> int:
         """Send all buckets through two slots: one is read while the next is written into the other.
 
         A worker reads one bucket at a time: its engine takes calls from one thread, and the checksums in their order.
@@ -75,6 +81,7 @@ class WeightSync:
             "the trainer did not plan the weight buckets",
             self.trainer.plan_weight_buckets(self.config.bucket_bytes, self.dtype),
         )
+        await self._begin(clients, version, buckets, limit)
         checksums = []
         reading: asyncio.Future[list[None]] = asyncio.ensure_future(together())
         try:
@@ -92,10 +99,23 @@ class WeightSync:
             await end(reading)
         return combine_checksums(checksums)
 
+    async def _begin(
+        self, clients: list[RolloutClient], version: int, plan: list[WeightBucket], limit: TimeLimit
+    ) -> None:
+        """Tell every worker what comes, and how."""
+        try:
+            transport = await limit.within("the trainer did not open a transport", self.trainer.open_transport())
+            who = f"{', '.join(client.name for client in clients)}: not all began weights version {version}"
+            await limit.within(who, together(*(client.begin_weights(version, plan, transport) for client in clients)))
+        finally:  # also where Ctrl-C comes before the answer: files would stay behind
+            await within(
+                self.config.timeout_s, "the trainer did not unlink its buffers", self.trainer.release_transport()
+            )
+
     async def _load(self, client: RolloutClient, delivery: BucketDelivery, which: str, limit: TimeLimit) -> None:
         await limit.within(f"{client.name} did not take {which}", client.load_bucket(delivery))
 
-    async def _commit(self, client: RolloutClient, version: int, limit: TimeLimit) -> Acknowledgement:
+    async def _commit(self, client: RolloutClient, version: int, limit: TimeLimit) -> Mapping[str, Acknowledgement]:
         return await limit.within(
             f"{client.name} did not acknowledge weights version {version}", client.commit_weights(version)
         )

@@ -116,13 +116,13 @@ async def _actors(
     for note in trainer.notes:
         listener.on_note(note)
     if rollouts:
-        await _connect(job, trainer, rollouts)
+        _choose_transport(job, trainer, rollouts)
     listener.on_status("training")
     yield _RayActors(trainer, rollouts)
 
 
-async def _connect(job: TrainJob | SftJob, trainer: RayTrainer, rollouts: list[RayRolloutClient]) -> None:
-    """Give trainer and rollout workers shared buffers, where all are on one machine.
+def _choose_transport(job: TrainJob | SftJob, trainer: RayTrainer, rollouts: list[RayRolloutClient]) -> None:
+    """Have weights travel through shared memory, where all are on one machine.
 
     Raises:
         ConfigError: ``shared_memory`` is asked for, but they are on several machines.
@@ -136,5 +136,4 @@ async def _connect(job: TrainJob | SftJob, trainer: RayTrainer, rollouts: list[R
             f"weight_sync.transport=shared_memory needs all rollout workers on the machine of trainer rank 0, but "
             f"{', '.join(elsewhere)} are elsewhere; use auto or object_store"
         )
-    await trainer.plan_weight_buckets(config.bucket_bytes, job.rollout.dtype)
-    await trainer.share_slots(rollouts, config.timeout_s)
+    trainer.shares_memory = True

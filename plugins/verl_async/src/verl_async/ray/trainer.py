@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 from typing import TYPE_CHECKING, Any, Final
@@ -12,12 +11,14 @@ import ray
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without saying so
 
 from verl_async.asynchrony.actors import BucketDelivery
+from verl_async.asynchrony.shared_slots import SharedMemoryTransport
 from verl_async.asynchrony.shares import Shares
 from verl_async.asynchrony.trainer_host import TrainerHost
 from verl_async.asynchrony.waiting import within
 from verl_async.ray.answers import answer, answers
 from verl_async.ray.local_cluster import LOOPBACK
 from verl_async.ray.notes import notes_of_packages
+from verl_async.rollout.in_process import InlineTransport
 from verl_engine.contract.errors import ConfigError
 from verl_engine.engine.worker import EngineWorker
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from verl_async.asynchrony.actors import ShareBatches
     from verl_async.config import SftTrainerConfig, TrainerConfig
-    from verl_async.ray.rollout import RayRolloutClient
+    from verl_async.rollout.interface import WeightTransport
     from verl_engine.batch.sequence import Sequence
     from verl_engine.contract.engine_config import EngineConfig
     from verl_engine.engine.base import LossFn
@@ -152,7 +153,10 @@ class RayTrainer:
         self.num_shares = self._shares.count
         self._config = config
         self._names = [f"trainer rank {rank}" for rank in range(config.num_ranks)]
-        self._buckets: list[WeightBucket] = []
+        self.shares_memory = False
+        """Whether weights travel through memory that this machine's processes share; else in Ray's object store."""
+        self._transport: SharedMemoryTransport | None = None
+        self._is_linked = False
         self.node_id = ""
         self.notes: list[str] = []
         """What the first rank's backend logged when it built the engine."""
@@ -181,23 +185,28 @@ class RayTrainer:
             timeout_s, "the trainer ranks did not build their engines", self._all("start", address, timeout_s)
         )
 
-    async def share_slots(self, readers: list[RayRolloutClient], timeout_s: float) -> None:
-        """Lay buckets into shared memory from now on, and let the readers map it; needs a plan.
+    async def open_transport(self) -> WeightTransport:
+        """Lay buckets into shared memory where `shares_memory` says so; the first time, slots are made.
 
         Raises:
             WeightsError: there is not enough room for two buckets.
-            StuckError: a reader did not map them in time.
         """
-        first, name = self.actors[0], self._names[0]
-        try:
-            paths = await within(timeout_s, f"{name} did not make buffers", answer(first.open_slots.remote(), name))
-            await within(
-                timeout_s,
-                f"{', '.join(reader.name for reader in readers)}: not all mapped the weight buffers",
-                asyncio.gather(*(reader.attach_slots(paths) for reader in readers)),
+        if not self.shares_memory:
+            return InlineTransport()
+        if self._transport is None:
+            first, name = self.actors[0], self._names[0]
+            self._is_linked = True
+            paths = await within(
+                self._config.timeout_s, f"{name} did not make buffers", answer(first.open_slots.remote(), name)
             )
-        finally:  # also where Ctrl-C comes before the answer: the files would stay behind
-            await within(timeout_s, f"{name} did not unlink its buffers", answer(first.unlink_slots.remote(), name))
+            self._transport = SharedMemoryTransport(tuple(paths))
+        return self._transport
+
+    async def release_transport(self) -> None:
+        """Remove the slots' names."""
+        if self._is_linked:
+            self._is_linked = False
+            await answer(self.actors[0].unlink_slots.remote(), self._names[0])
 
     async def train_batch(self, batches: ShareBatches, loss_fn: LossFn, temperature: float) -> StepReport:
         """Make one optimizer step; every rank reports the same."""
@@ -217,8 +226,8 @@ class RayTrainer:
 
     async def plan_weight_buckets(self, bucket_bytes: int, dtype: str) -> list[WeightBucket]:
         """Divide the weights into buckets, on every rank alike."""
-        self._buckets = (await self._all("plan_weight_buckets", bucket_bytes, dtype))[0]
-        return self._buckets
+        plan: list[WeightBucket] = (await self._all("plan_weight_buckets", bucket_bytes, dtype))[0]
+        return plan
 
     async def write_weight_bucket(self, index: int, slot: int) -> BucketDelivery:
         """Gather a bucket; its bytes stay in shared memory or in Ray's object store."""
@@ -226,7 +235,7 @@ class RayTrainer:
         payload, checksum = first.write_weight_bucket.options(num_returns=2).remote(index, slot)
         others = [actor.write_weight_bucket.remote(index, slot) for actor in self.actors[1:]]
         found, *_ = await answers([checksum, *others], self._names)
-        return BucketDelivery(self._buckets[index], payload, found)
+        return BucketDelivery(payload, found)
 
     async def save_pretrained(self, folder: Path) -> None:
         """Write a Hugging Face folder."""

@@ -1,4 +1,4 @@
-"""A model with the keys and values of what its rows have read: prompts in, then one token a row at a time.
+"""A model over transformers' own cache, for those whose layers are not of attention alone: one batch at a time.
 
 Shapes: U distinct contexts, B rows, S tokens, V vocabulary.
 """
@@ -9,8 +9,7 @@ import inspect
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
-
-from verl_async.rollout.kv_cache import has_only_full_attention, new_cache
+from transformers import DynamicCache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,33 +21,39 @@ _MASK_GROWTH: Final = 256
 
 
 class CachedModel:
-    """One batch of contexts inside a model. Call under torch.inference_mode."""
+    """One batch of contexts inside a model; the next comes when it is empty. Call under torch.inference_mode."""
+
+    can_join = False
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._cache = new_cache(model.config)
         self._accepted = inspect.signature(model.forward).parameters.keys()
-        # A mask of four dims is taken as it is, which spares its construction in every step; that holds for models on
-        # transformers' attention interface whose layers all see the same tokens.
-        self._one_mask = has_only_full_attention(self._cache) and bool(model._supports_attention_backend)  # noqa: SLF001
         self._mask: torch.Tensor | None = None  # [B, room] bool; None where no row is padded
+        self._cache: DynamicCache
         self._num_tokens = 0
         self._position_B1: torch.Tensor
+        self.lengths: list[int] = []
+        """Tokens held of each row, padding not counted."""
+        self.num_read = 0
+        """Tokens of prompts read since the start."""
 
-    def prefill(self, contexts: Sequence[tuple[int, ...]]) -> torch.Tensor:
+    def join(self, contexts: Sequence[tuple[int, ...]]) -> torch.Tensor:
         """Read one context a row; equal contexts (the samples of a group) are computed once.
 
         Args:
-            contexts: Token ids of each row, any lengths above zero.
+            contexts: token ids of each row, any lengths above zero.
         Returns:
             [B, V] logits after each context.
         """
         place = {context: i for i, context in enumerate(dict.fromkeys(contexts))}
+        self.num_read += sum(map(len, place))
+        self.lengths = [len(context) for context in place]
+        self._cache, self._mask = DynamicCache(config=self._model.config), None
         ids_US, mask_US = _pad_left(list(place))
         device = self._model.device
         self._num_tokens = ids_US.shape[1]
         mask_US = mask_US.to(device)
-        has_padding = len({len(context) for context in place}) > 1
+        has_padding = len(set(self.lengths)) > 1
         logits = self._forward(
             ids_US.to(device), mask_US if has_padding else None, (mask_US.cumsum(1) - 1).clamp_(min=0)
         )
@@ -57,24 +62,29 @@ class CachedModel:
             self._mask = _with_room(mask_US)
         if len(place) == len(contexts):
             return logits
-        rows = torch.tensor([place[context] for context in contexts], device=device)
+        rows = [place[context] for context in contexts]
         self.select(rows)
         return logits[rows]
 
     def step(self, token_B: torch.Tensor) -> torch.Tensor:
         """Read one more token a row and return the [B, V] logits after it."""
         self._num_tokens += 1
+        self.lengths = [length + 1 for length in self.lengths]
         logits = self._forward(token_B[:, None], self._current_mask(), self._position_B1)
         self._position_B1 = self._position_B1 + 1
         return logits
 
-    def select(self, rows: torch.Tensor) -> None:
+    def select(self, rows: Sequence[int]) -> None:
         """Make row i what row rows[i] was; rows may be repeated or left out."""
+        self.lengths = [self.lengths[row] for row in rows]
+        if not rows:
+            return
+        index = torch.tensor(rows, device=self._model.device)
         # Beam search's call: unlike batch_select_indices every kind of cache layer has it.
-        self._cache.reorder_cache(cast(torch.LongTensor, rows))
-        self._position_B1 = self._position_B1[rows]
+        self._cache.reorder_cache(cast(torch.LongTensor, index))
+        self._position_B1 = self._position_B1[index]
         if self._mask is not None:
-            self._mask = self._mask[rows]
+            self._mask = self._mask[index]
 
     def _forward(self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
         """Run the model on [B, S] more tokens and return the [B, V] logits after the last."""
@@ -98,8 +108,7 @@ class CachedModel:
             return None
         if self._num_tokens > self._mask.shape[1]:
             self._mask = _with_room(self._mask)
-        mask_BS = self._mask[:, : self._num_tokens]
-        return mask_BS[:, None, None] if self._one_mask else mask_BS
+        return self._mask[:, : self._num_tokens]
 
 
 def _pad_left(contexts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:

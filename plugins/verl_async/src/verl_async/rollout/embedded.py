@@ -1,146 +1,231 @@
-"""The embedded rollout engine: transformers' model, and a decode loop of our own, inside the rollout process."""
+"""The embedded rollout engine: transformers' model, batched continuously in a thread of the rollout process."""
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl_async.rollout.decoding import context_of, decode
-from verl_async.rollout.interface import FinishReason, Generation, RolloutEngine
+from verl_async.errors import RolloutError
+from verl_async.rollout.interface import RolloutEngine, RolloutStats
 from verl_async.rollout.model_loading import load_model
 from verl_async.rollout.positions import max_num_tokens
-from verl_async.rollout.reading import find_reading
+from verl_async.rollout.reading import find_reading, reader
+from verl_async.rollout.request_check import RequestCheck
+from verl_async.rollout.running_batch import RunningBatch
 from verl_async.rollout.weight_receiver import WeightReceiver
-from verl_engine.contract.errors import ConfigError, ModelError, WeightsError
+from verl_engine.contract.errors import EngineError, WeightsError
 from verl_engine.engine.device import Device
 from verl_engine.engine.weights.model_folder import ModelFolderWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from verl_async.config import RolloutConfig
-    from verl_async.rollout.interface import GenerationRequest
+    from verl_async.rollout.embedded_plugin import EmbeddedConfig
+    from verl_async.rollout.interface import (
+        Acknowledgement,
+        Completion,
+        GenerationRequest,
+        PauseMode,
+        WeightTransport,
+    )
+    from verl_async.rollout.row import Row
+    from verl_engine.engine.weights.bucket import WeightBucket
+
+_RECEIVER = "embedded"
 
 
 class EmbeddedEngine(RolloutEngine):
-    """Generates in batches with a key-value cache on any device that torch knows, at the model's own precision.
+    """Generates with a key-value cache on any device that torch knows, at the model's own precision.
 
     Equal requests give equal tokens whatever else is in the batch, up to the rounding of the matrix products, which
     depends on the batch's shape: it moves log-probabilities by about 1e-6 in float32, and changes a token where the
-    random number lies that close to a boundary.
+    random number lies that close to a boundary. Sealed requests have the same shapes, and so the same bits, each time.
 
-    `interrupt` belongs to the `generate` that is running: each `generate` starts by forgetting earlier calls. So one
-    that was handed to a thread but has not begun is not stopped; a caller who must be sure that nothing runs starts no
-    new calls first, then calls `interrupt` again and again until the last one has returned.
+    One thread owns model and batch. Others leave it requests and the mode, under one condition.
     """
 
-    def __init__(self, config: RolloutConfig, model_folder: Path) -> None:
+    def __init__(self, config: EmbeddedConfig, model_folder: Path) -> None:
         self.version = 0
         self._model = load_model(model_folder, getattr(torch, config.dtype), Device.resolve(config.device).torch_device)
         self.reading = find_reading(self._model)
-        self._max_num_tokens = max_num_tokens(self._model.config)
+        self._check = RequestCheck(max_num_tokens(self._model.config), config, model_folder)
         self._receiver = WeightReceiver(self._model)
         self._folder_writer = ModelFolderWriter(self._model)
-        self._interrupted = threading.Event()
+        self._batch = RunningBatch(
+            reader(self._model, self.reading, config.max_cache_tokens),
+            config.max_running,
+            config.max_cache_tokens,
+            mixed_lengths=self.reading in {"slots", "mixed lengths"},
+        )
+        self._changed = threading.Condition()
+        self._inbox: list[tuple[list[list[Row]], bool]] = []
+        """Submitted and not yet taken: groups of rows, and whether they are sealed."""
+        self._is_sealed = False
+        """Whether the batch is."""
+        self._done: list[Row] = []
+        """Had reached their end when they were submitted."""
+        self._mode: PauseMode | None = None
+        self._num_before_pause = 0
+        """How much of the inbox had come before the pause."""
+        self._is_quiet = False
+        """Whether the thread has done what the mode asks for, and stays so."""
+        self._is_closed = False
+        self._has_ended = False
+        """Whether every sample was given back, and the thread does nothing more."""
+        self._failure: EngineError | None = None
+        self._thread = threading.Thread(target=self._run, name="embedded rollout engine", daemon=True)
+        self._thread.start()
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
-        """Generate all requests as one batch, or those of one length after the other; see `reading`.
+    def submit(
+        self,
+        requests: Sequence[GenerationRequest],
+        on_completion: Callable[[Completion], None],
+        *,
+        sealed: bool = False,
+    ) -> None:
+        """Take requests; a sample that has reached its end already comes back at once."""
+        groups = self._check.rows(requests, on_completion)
+        with self._changed:
+            if self._failure is not None:
+                raise self._failure
+            if self._is_closed:
+                raise RolloutError("the rollout engine is closed; nothing can be submitted any more")
+            self._inbox.append((groups, sealed))
+            self._changed.notify_all()
 
-        A request that has reached its end already, by a stop token or by its length, comes back at once. One with
-        tokens so far is read anew under the current weights; its old tokens keep their log-probabilities and versions.
+    def pause(self, mode: PauseMode) -> None:
+        """Stop generating between two tokens, or, with ``wait``, when all that was submitted before has ended."""
+        assert threading.current_thread() is not self._thread, "the engine's own thread cannot wait for itself"
+        with self._changed:
+            self._mode, self._is_quiet = mode, False
+            self._num_before_pause = len(self._inbox)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._is_quiet or self._has_ended or self._mode is None)
 
-        Returns:
-            One generation a request, in order; the ``so_far`` of the requests are not changed.
-        Raises:
-            ConfigError: a prompt is empty, or longer with its answer than the model's positions; nothing was started.
-            WeightsError: weights were loaded, but not committed.
-            ModelError: the model's logits are not finite.
-        """
-        self._interrupted.clear()
-        self._check(requests)
-        results = [_copy(request.so_far) for request in requests]
-        unfinished = [
-            i
-            for i, (request, result) in enumerate(zip(requests, results, strict=True))
-            if _finish_reason(request, result) == "interrupted"
-        ]
-        for group in self._batches(requests, unfinished):
-            transcript = decode(self._model, [requests[i] for i in group], self._interrupted, self.reading)
-            for i, (token_ids, log_probs) in zip(group, transcript.by_row(), strict=True):
-                results[i].token_ids += token_ids
-                results[i].log_probs += log_probs
-                results[i].weight_versions += [self.version] * len(token_ids)
-            if not transcript.is_finite():
-                raise ModelError(
-                    f"the rollout model's log-probabilities are not finite under weights of version {self.version}; "
-                    "training has diverged, or rollout.dtype is too narrow for this model"
+    def resume(self) -> None:
+        """Go on."""
+        with self._changed:
+            if self._receiver.is_loading:
+                raise WeightsError(
+                    f"weights were loaded after version {self.version} but not committed; "
+                    "load all of them and call commit_weights before resume"
                 )
-        for request, result in zip(requests, results, strict=True):
-            result.finish_reason = _finish_reason(request, result)
-        return results
+            self._mode, self._is_quiet = None, False
+            self._changed.notify_all()
 
-    def _batches(self, requests: Sequence[GenerationRequest], unfinished: list[int]) -> list[list[int]]:
-        """Divide requests into what the model can read at once, in order; none where nothing is left."""
-        by_length: dict[int, list[int]] = {}
-        for i in unfinished:
-            length = 0 if self.reading == "mixed lengths" else len(context_of(requests[i]))
-            by_length.setdefault(length, []).append(i)
-        return list(by_length.values())
+    def close(self) -> None:
+        """Give unfinished requests back, and end the thread."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join()
 
-    def interrupt(self) -> None:
-        """Make a running `generate` return after its current token. Thread-safe; without effect when idle."""
-        self._interrupted.set()
+    def stats(self) -> RolloutStats:
+        """Return what the engine is doing."""
+        batch = self._batch
+        with self._changed:
+            waiting = sum(len(group) for groups, _ in self._inbox for group in groups)
+        return RolloutStats(
+            running=len(batch.rows),
+            waiting=waiting + sum(map(len, list(batch.waiting))),
+            cache_tokens=batch.num_cache_tokens,
+            read_tokens=batch.reader.num_read,
+            drawn_tokens=batch.num_drawn,
+        )
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy full tensors, in Hugging Face names, into the model; see `WeightReceiver.load`."""
-        self._receiver.load(weights)
+    def receivers(self) -> tuple[str, ...]:
+        """This process alone holds the model."""
+        return (_RECEIVER,)
 
-    def commit_weights(self, version: int) -> None:
-        """Check that every weight was loaded since the last commit; then `version` is in force.
+    def begin_weights(self, version: int, plan: Sequence[WeightBucket], transport: WeightTransport) -> None:
+        """See `WeightReceiver.begin`."""
+        with self._changed:
+            if self._failure is not None:
+                raise self._failure
+            if not self._is_quiet:
+                raise WeightsError("begin_weights while the engine generates; call pause first")
+            self._receiver.begin(version, plan, transport)
 
-        Raises:
-            WeightsError: weights are missing, which are named; the version stays, and the rest may still be loaded.
-        """
-        self._receiver.commit()
+    def load_bucket(self, handle: Any, checksum: int) -> None:
+        """See `WeightReceiver.load`."""
+        self._receiver.load(handle, checksum)
+
+    def commit_weights(self, version: int) -> Mapping[str, Acknowledgement]:
+        """Put the loaded weights in use; frozen samples are read again under them."""
+        acknowledgement = self._receiver.commit(version)
         self.version = version
+        with torch.inference_mode():
+            self._batch.put_back()
+        return {_RECEIVER: acknowledgement}
 
     def save_pretrained(self, folder: Path) -> str:
         """Write the current weights as a Hugging Face folder, and return their dtype."""
         self._folder_writer.write(self._model, self._model.state_dict().items(), folder)
         return str(self._model.dtype).removeprefix("torch.")
 
-    def _check(self, requests: Sequence[GenerationRequest]) -> None:
-        if self._receiver.is_loading:
-            raise WeightsError(
-                f"weights were loaded after version {self.version} but not committed; "
-                "load all of them and call commit_weights before generate"
-            )
-        for i, request in enumerate(requests):
-            num_prompt, num_new = len(request.prompt_ids), request.sampling.max_new_tokens
-            if num_prompt == 0:
-                raise ConfigError(f"requests[{i}].prompt_ids is empty; a prompt needs at least one token, such as BOS")
-            if self._max_num_tokens is not None and num_prompt + num_new > self._max_num_tokens:
-                raise ConfigError(
-                    f"rollout.max_response_tokens={num_new} after a prompt of {num_prompt} tokens (requests[{i}]) "
-                    f"makes {num_prompt + num_new} tokens; the model has positions for {self._max_num_tokens} "
-                    "(max_position_embeddings): lower rollout.max_response_tokens or data.max_prompt_tokens"
-                )
+    @torch.inference_mode()
+    def _run(self) -> None:
+        """Work until closed; what goes wrong comes back with every sample."""
+        failure: EngineError | None = None
+        try:
+            while self._take_in():
+                done, self._done = self._done, []
+                for row in (*done, *self._batch.take_turn(self.version)):
+                    row.hand_back()
+        except EngineError as error:
+            failure = error
+        except Exception as error:  # noqa: BLE001 - a model's code can raise anything
+            failure = RolloutError(f"the embedded rollout engine failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+        with self._changed:
+            self._failure, self._is_closed = failure, True
+            self._num_before_pause = len(self._inbox)
+            rows = self._take_all()
+        for row in rows:
+            row.hand_back(failure)
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
 
+    def _take_in(self) -> bool:
+        """Do what others ask for, and wait where nothing is to be done. Returns False once closed."""
+        while True:
+            with self._changed:
+                if self._is_closed:
+                    return False
+                back = self._take_all() if self._mode == "abort" and not self._is_quiet else []
+                if not back:
+                    if self._mode in {None, "wait"}:
+                        self._admit()
+                        if self._batch.rows or self._batch.waiting or self._done:
+                            return True
+                    if self._mode is not None and not self._is_quiet:
+                        self._is_quiet = True
+                        self._changed.notify_all()
+                    self._changed.wait()
+            for row in back:
+                row.hand_back()
 
-def _copy(so_far: Generation | None) -> Generation:
-    """Copy what was generated so far, as the caller keeps the original."""
-    if so_far is None:
-        return Generation()
-    return Generation(list(so_far.token_ids), list(so_far.log_probs), list(so_far.weight_versions))
+    def _admit(self) -> None:
+        """Let submissions into the batch, in order; what is sealed comes alone."""
+        num_allowed = len(self._inbox) if self._mode is None else self._num_before_pause
+        while self._inbox and num_allowed:
+            groups, sealed = self._inbox[0]
+            if (sealed or self._is_sealed) and (self._batch.rows or self._batch.waiting):
+                return
+            self._inbox.pop(0)
+            self._is_sealed = sealed
+            num_allowed -= 1
+            self._num_before_pause = max(0, self._num_before_pause - 1)
+            for group in groups:
+                self._done += [row for row in group if row.is_finished()]
+                self._batch.add([row for row in group if not row.is_finished()])
 
-
-def _finish_reason(request: GenerationRequest, result: Generation) -> FinishReason:
-    """Tell from the tokens whether a generation is at its end."""
-    if result.token_ids and result.token_ids[-1] in request.sampling.stop_token_ids:
-        return "stop"
-    if len(result.token_ids) >= request.sampling.max_new_tokens:
-        return "length"
-    return "interrupted"
+    def _take_all(self) -> list[Row]:
+        """Take out every sample that came before the pause."""
+        taken, self._inbox = self._inbox[: self._num_before_pause], self._inbox[self._num_before_pause :]
+        self._num_before_pause = 0
+        return [*self._batch.clear(), *(row for groups, _ in taken for group in groups for row in group)]

@@ -9,11 +9,12 @@ import logging
 from typing import TYPE_CHECKING, Final, Literal
 
 import torch
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from verl_async.rollout.cached_model import CachedModel
-from verl_async.rollout.kv_cache import new_cache
 from verl_async.rollout.positions import max_num_tokens
+from verl_async.rollout.slot_model import SlotModel
 from verl_async.rollout.uncached_model import UncachedModel
 from verl_engine.contract.errors import ModelError
 
@@ -23,14 +24,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _LOG = logging.getLogger(__name__)
-Reading = Literal["mixed lengths", "equal lengths", "anew"]
-"""``mixed lengths``: shorter contexts are padded on the left. ``equal lengths``: only contexts of one length share a
+Reader = SlotModel | CachedModel | UncachedModel
+Reading = Literal["slots", "mixed lengths", "equal lengths", "anew"]
+"""``slots``: rows join and leave between two tokens. All others keep a batch together until its end. ``mixed
+lengths``: shorter contexts are padded on the left. ``equal lengths``: only contexts of one length share a
 batch, since padding would run through a recurrent state, or shift positions. ``anew``: no state is kept either."""
 _LENGTHS: Final = (3, 1, 70, 70)
 """Of the contexts tried: models that attend in chunks do so beyond 64 tokens."""
 _NEXT: Final = (6, 9, 5)
+_TRIAL_TOKENS: Final = 2**12
 _TOLERANCE: Final = {torch.float32: 1e-4}
-_COARSE: Final = {"mixed lengths": 0.15, "equal lengths": 0.15, "anew": torch.inf}
+_COARSE: Final = {"slots": 0.15, "mixed lengths": 0.15, "equal lengths": 0.15, "anew": torch.inf}
 """Root mean square of the differences, seen from that of the logits; in dtypes shorter than float32 the second, where
 rounding may send tokens to other experts."""
 
@@ -43,11 +47,11 @@ def find_reading(model: PreTrainedModel) -> Reading:
     Raises:
         ModelError: not even reading anew does: tokens see later ones, or the model does not run.
     """
-    ways: list[Reading] = ["mixed lengths", "equal lengths", "anew"]
+    ways: list[Reading] = ["slots", "mixed lengths", "equal lengths", "anew"]
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
         ways = ["anew"]  # it counts positions by what is no padding, over all that it reads
     elif model.dtype != torch.float32 and _has_other_state(model):
-        ways.remove("mixed lengths")  # rounding would hide what padding does to the state
+        ways = ["equal lengths", "anew"]  # rounding would hide what padding does to the state
     name, reason = type(model).__name__, ""
     for way in ways:
         try:
@@ -57,8 +61,8 @@ def find_reading(model: PreTrainedModel) -> Reading:
             reason = f"a trial ended with {type(error).__name__}: {error}"
             continue
         if difference <= _TOLERANCE.get(model.dtype, _COARSE[way]):
-            if way != "mixed lengths":
-                _LOG.warning("%s cannot read contexts of mixed lengths at once: %s", name, _COSTS[way])
+            if way != "slots":
+                _LOG.warning("%s cannot be batched continuously: %s", name, _COSTS[way])
             return way
         reason = f"in a trial, token by token, its logits were {difference:.1e} of their size off those of one forward"
     raise ModelError(
@@ -68,42 +72,45 @@ def find_reading(model: PreTrainedModel) -> Reading:
 
 
 _COSTS: Final = {
+    "mixed lengths": "a batch is generated to its end before the next begins",
     "equal lengths": "those of one length are generated together, one length after the other",
     "anew": "and it keeps no state between tokens, so that each token costs a forward of all before it",
 }
 
 
-def reader(model: PreTrainedModel, way: Reading) -> CachedModel | UncachedModel:
-    """Return what reads a batch in this way."""
+def reader(model: PreTrainedModel, way: Reading, max_tokens: int) -> Reader:
+    """Return what reads a batch in this way; `max_tokens` of room for keys and values, where it makes its own."""
+    if way == "slots":
+        return SlotModel(model, max_tokens)
     return UncachedModel(model) if way == "anew" else CachedModel(model)
 
 
 def _difference(model: PreTrainedModel, way: Reading) -> float:
-    """Read a few contexts and tokens, doubling a row in between, and compare with whole forwards."""
+    """Read a few contexts and tokens, taking a row out in between, and compare with whole forwards."""
     config = model.config.get_text_config(decoder=True)
     limit = (max_num_tokens(model.config) or max(_LENGTHS) + len(_NEXT)) - len(_NEXT)
     contexts = [
         tuple((7 * row + 5 * place + 3) % min(config.vocab_size, 997) for place in range(min(length, limit)))
         for row, length in enumerate(_LENGTHS)
     ]
-    parts = [contexts[:1], contexts[1:2], contexts[2:], *([contexts] if way == "mixed lengths" else [])]
+    parts = [contexts[:1], contexts[1:2], contexts[2:], *([contexts] if way in {"slots", "mixed lengths"} else [])]
     return max(_difference_of(model, way, part) for part in parts)
 
 
 def _difference_of(model: PreTrainedModel, way: Reading, contexts: Sequence[tuple[int, ...]]) -> float:
     whole = [_whole_forward(model, (*context, *_NEXT)) for context in contexts]
-    read = reader(model, way)
+    read = reader(model, way, _TRIAL_TOKENS)
     rows = list(range(len(contexts)))
     differences = []
-    logits_BV = read.prefill(contexts)
+    logits_BV = read.join(contexts)
     for count, token in enumerate((*_NEXT, None)):
         right_BV = torch.stack([whole[row][len(contexts[row]) - 1 + count] for row in rows])
         differences.append(float((logits_BV - right_BV).float().norm() / right_BV.float().norm()))
         if token is None:
             break
         if count == 1 and len(rows) > 1:
-            rows = [rows[0], *rows]
-            read.select(torch.tensor([0, *range(len(contexts))], device=model.device))
+            rows = [rows[-1], *rows[1:-1]]  # the first leaves, and the last takes its place
+            read.select([len(contexts) - 1, *range(1, len(contexts) - 1)])
         logits_BV = read.step(torch.full((len(rows),), token, device=model.device))
     return max(differences)
 
@@ -119,5 +126,5 @@ def _has_other_state(model: PreTrainedModel) -> bool:
     return (
         bool(getattr(model, "_is_stateful", False))
         or any(isinstance(module, others) for module in model.modules())
-        or not all(isinstance(layer, DynamicLayer) for layer in new_cache(model.config).layers)
+        or not all(isinstance(layer, DynamicLayer) for layer in DynamicCache(config=model.config).layers)
     )

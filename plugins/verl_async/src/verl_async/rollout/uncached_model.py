@@ -18,11 +18,19 @@ if TYPE_CHECKING:
 class UncachedModel:
     """As `CachedModel`, for rows of equal length; slower with each token."""
 
+    can_join = False
+
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._ids_BS: torch.Tensor
+        self._ids_BS = torch.empty(0, 0, dtype=torch.int64)
+        self.num_read = 0
 
-    def prefill(self, contexts: Sequence[tuple[int, ...]]) -> torch.Tensor:
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+        return [self._ids_BS.shape[1]] * self._ids_BS.shape[0]
+
+    def join(self, contexts: Sequence[tuple[int, ...]]) -> torch.Tensor:
         """Read one context a row and return the [B, V] logits after each."""
         self._ids_BS = torch.tensor(contexts, device=self._model.device)
         return self._forward()
@@ -32,10 +40,11 @@ class UncachedModel:
         self._ids_BS = torch.cat([self._ids_BS, token_B[:, None]], dim=1)
         return self._forward()
 
-    def select(self, rows: torch.Tensor) -> None:
+    def select(self, rows: Sequence[int]) -> None:
         """Make row i what row rows[i] was; rows may be repeated or left out."""
-        self._ids_BS = self._ids_BS[rows]
+        self._ids_BS = self._ids_BS[list(rows)]
 
     def _forward(self) -> torch.Tensor:
+        self.num_read += self._ids_BS.numel()
         logits: torch.Tensor = self._model(input_ids=self._ids_BS, use_cache=False).logits
         return logits[:, -1]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import torch
 
 from tests.fsdp2_engine import Fsdp2Engine
 from verl_engine.engine.base import Engine, TokenOutput
 from verl_engine.engine.lr_schedule import lr_multiplier
+from verl_engine.engine.routed_experts import choose
 
 if TYPE_CHECKING:
     from verl_engine.batch.packed import PackedBatch
@@ -154,3 +156,41 @@ class EntropyWithoutGradient(Fsdp2Engine):
     def forward(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
         output = super().forward(batch, temperature)
         return dataclasses.replace(output, given_entropy=output.given_entropy.detach())  # type: ignore[union-attr]
+
+
+class ExpertsIgnored(Fsdp2Engine):
+    """Lets the router choose, whatever the sequences bring."""
+
+    def forward(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
+        others = {name: field for name, field in batch.fields.items() if name != "routed_experts"}
+        return super().forward(dataclasses.replace(batch, fields=others), temperature)
+
+
+class ExpertsOfTheNeighbour(Fsdp2Engine):
+    """Says of each token the experts of the one before it."""
+
+    def forward(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
+        output = super().forward(batch, temperature)
+        found = output.given_routed_experts
+        return dataclasses.replace(output, given_routed_experts=None if found is None else found.roll(1, 0))
+
+
+class RouterNotTrained(Fsdp2Engine):
+    """Takes the router's scores of given experts for constants."""
+
+    def forward(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
+        def constant(scores: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return choose(scores.detach(), *others)
+
+        with patch("verl_fsdp.forward.router_replay.choose", constant):
+            return super().forward(batch, temperature)
+
+
+class ExpertsNotChecked(Fsdp2Engine):
+    """Takes an expert that is not there for the last one."""
+
+    def forward(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
+        fields = {
+            name: field.clamp(max=3) if name == "routed_experts" else field for name, field in batch.fields.items()
+        }
+        return super().forward(dataclasses.replace(batch, fields=fields), temperature)

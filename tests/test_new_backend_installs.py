@@ -22,7 +22,7 @@ from tests.repository import ROOT
 from verl_engine.command.backend_names import BackendNames
 from verl_engine.command.backend_template import render_project
 
-GAPS = {"multi_rank", "resharding", "every_micro_batch_sync", "bf16", "fp16", "lora", "value_head"}
+GAPS = {"multi_rank", "resharding", "every_micro_batch_sync", "bf16", "fp16", "lora", "router_replay", "value_head"}
 
 
 @dataclass(frozen=True)

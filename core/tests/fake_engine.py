@@ -24,7 +24,17 @@ if TYPE_CHECKING:
     from verl_engine.engine.temperature import Temperature
 
 GAPS = dict.fromkeys(
-    ("checkpoints", "entropy", "lora", "offload", "own_positions", "value_head", "weight_import", "weight_shards"),
+    (
+        "checkpoints",
+        "entropy",
+        "lora",
+        "offload",
+        "own_positions",
+        "router_replay",
+        "value_head",
+        "weight_import",
+        "weight_shards",
+    ),
     "a test's engine has no model",
 )
 SPEC = BackendSpec(

@@ -1,7 +1,8 @@
-"""A worker's calls for snapshots of weights: what launchers use."""
+"""A worker's calls for snapshots of weights and for outputs: what launchers use."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,13 +10,15 @@ import pytest
 
 from core.tests.fake_distributions import write_distribution
 from core.tests.snapshot_engine import change
-from verl_engine import EngineConfig, EngineWorker, Sequence, WeightsError
+from verl_engine import ConfigError, EngineConfig, EngineWorker, Sequence, UnsupportedError, WeightsError
 from verl_engine.contract.names import BACKENDS_GROUP
 from verl_engine.engine.snapshots.shared import SnapshotReader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from verl_engine.engine.token_output import OutputName
 
 HOOKS = """
 from core.tests.snapshot_engine import SPEC, engine_create
@@ -81,3 +84,20 @@ def test_closing_a_worker_removes_what_it_shared(worker: EngineWorker) -> None:
     worker.close()
     with pytest.raises(WeightsError, match="is gone"):
         SnapshotReader(handle)
+
+
+def test_outputs_are_asked_for_by_name(worker: EngineWorker) -> None:
+    ((found,),) = worker.infer_outputs([[SEQUENCE]], ("log_probs",))
+    assert found["log_probs"].tolist() == log_probs(worker)
+    with pytest.raises(ConfigError, match=r"name='logprobs' must be one of log_probs, entropy, values, routed_experts"):
+        worker.infer_outputs([[SEQUENCE]], ("logprobs",))  # type: ignore[arg-type] # as a caller may who does not check
+    unasked: tuple[OutputName, ...] = ("entropy", "routed_experts")
+    for name in unasked:
+        with pytest.raises(UnsupportedError, match=r"the engine gives no .*; set engine"):
+            worker.infer_outputs([[SEQUENCE]], (name,))
+
+
+def test_experts_that_would_not_be_used_are_refused(worker: EngineWorker) -> None:
+    field = {"routed_experts": np.zeros((len(SEQUENCE), 1, 1), np.int64)}
+    with pytest.raises(UnsupportedError, match=r"engine\.router_replay=false would leave unused"):
+        worker.infer_batch([[replace(SEQUENCE, fields=field)]])

@@ -86,6 +86,7 @@ def test_paths_are_absolute(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ("engine.head=value", "engine.head=value: a job trains a language model"),
         ("engine.forward_only=true", "engine.forward_only=true: a job trains its engine"),
         ("engine.entropy=gradient", "engine.entropy=gradient: no loss of a job takes an entropy"),
+        ("engine.router_replay=true", "engine.router_replay=true: no rollout of a job says"),
     ],
 )
 def test_one_fault_is_one_message(recipe: Path, override: str, expected: str) -> None:

@@ -27,6 +27,8 @@ class TestFsdp2Padded(EngineConformance):
         "log_probs/own_positions",
         "log_probs/together",
         "deadlock/idle_ranks",
+        "router_replay/given",
+        "router_replay/said",
     )
 
 
@@ -39,7 +41,22 @@ class TestFsdp2PaddedInAll(TestFsdp2Padded):
 class TestFsdp2SplitsSequences(EngineConformance):
     backend = "fsdp2"
     settings: ClassVar[Mapping[str, Any]] = {"sequence_parallel_size": 2, "logit_chunk": 4}
-    only: ClassVar[tuple[str, ...]] = ("accumulation/token_temperatures", "config/ranks", "log_probs/own_positions")
+    only: ClassVar[tuple[str, ...]] = (
+        "accumulation/token_temperatures",
+        "config/ranks",
+        "log_probs/own_positions",
+        "router_replay/given",
+        "router_replay/said",
+    )
+
+
+@pytest.mark.dist
+class TestFsdp2Recomputes(EngineConformance):
+    """A recomputation takes the experts of its forward."""
+
+    backend = "fsdp2"
+    settings: ClassVar[Mapping[str, Any]] = {"activation_checkpointing": True, "sequence_parallel_size": 2}
+    only: ClassVar[tuple[str, ...]] = ("router_replay/given",)
 
 
 @pytest.mark.dist
@@ -87,6 +104,7 @@ class TestFsdp1(EngineConformance):
         "offload",
         "optimizer",
         "recovery",
+        "router_replay/given",
         "weights",
     )
 

@@ -26,6 +26,7 @@ class TestFsdpTurbo(EngineConformance):
         "loading",
         "optimizer",
         "recovery",
+        "router_replay",
         "snapshots/exact",
         "weights",
     )
@@ -57,6 +58,7 @@ class TestOffloaded(EngineConformance):
         "optimizer/clipping",
         "snapshots/independent",
         "recovery/backward",
+        "router_replay/given",
     )
 
 

@@ -16,8 +16,10 @@ from plugins.verl_fsdp_turbo.tests.on_ranks import build, build_another, prepare
 from verl_engine.engine.checkpoints.export import export_checkpoint
 from verl_engine.engine.checkpoints.store import CheckpointStore
 from verl_engine.testing.conformance.driver import Driver, differences
-from verl_engine.testing.conformance.reference import furthest, make_sequences
-from verl_engine.testing.tiny_models import tiny_config
+from verl_engine.testing.conformance.gradient_probe import PROBE_SETTINGS, GradientProbe
+from verl_engine.testing.conformance.reference import furthest, load_reference, make_sequences, relative_error
+from verl_engine.testing.conformance.router_replay import by_hand, with_experts
+from verl_engine.testing.tiny_models import tiny_config, write_tiny_mixture
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -219,6 +221,37 @@ def test_experts_that_the_library_always_computes_in_bfloat16_train_beside_a_mod
     for (norms, weights), (norms_whole, weights_whole) in ranks.run(in_bfloat16, folder):
         assert norms == pytest.approx(norms_whole, rel=2e-2)
         assert furthest(weights, weights_whole)[1] < 5e-3, "a step is up to 1e-2"
+
+
+def through_given(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[float, float, bool]:
+    """Compare with a mixture computed by hand: log-probs, the gradient, and whether the experts were those."""
+    settings = {**PROBE_SETTINGS, **EXPERTS, **settings, "router_replay": True}
+    probe = GradientProbe(lambda: build(rank, folder, **settings), {})
+    sequences = with_experts(make_sequences(8))
+    log_probs, gradient = by_hand(load_reference(folder), sequences)
+    _, worst = furthest(dict(enumerate(probe.driver.infer(sequences))), dict(enumerate(log_probs)))
+    found = probe.driver.outputs(sequences, ("routed_experts",))
+    pairs = [
+        (outputs["routed_experts"], torch.from_numpy(sequence.fields["routed_experts"]))
+        for outputs, sequence in zip(found, sequences, strict=True)
+    ]
+    is_given = all(bool(((mine == given) | (given < 0)).all()) for mine, given in pairs)
+    return worst, relative_error(probe.gradient_of(sequences), gradient), is_given
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"memory": {"recompute": True}}, {"packing": False}, {"sequence_parallel_size": 2}],
+    ids=["plain", "recomputed", "in rows", "split"],
+)
+def test_tokens_go_through_given_experts_of_other_ranks(
+    tmp_path: Path, newer: RankPool, settings: dict[str, Any]
+) -> None:
+    for worst, distance, is_given in newer.run(through_given, write_tiny_mixture(tmp_path / "moe"), settings):
+        assert worst < 1e-5
+        assert distance < 1e-5
+        assert is_given
 
 
 def refused(rank: int, folder: Path) -> str:

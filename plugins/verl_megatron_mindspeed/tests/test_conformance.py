@@ -51,3 +51,40 @@ class TestSplitSequences(EngineConformance):
     backend = "megatron"
     settings: ClassVar[Mapping[str, Any]] = {"context_parallel_size": 2}
     only = ("accumulation/token_temperatures", "config/ranks")
+
+
+REPLAY = ("router_replay/given", "router_replay/said")
+
+
+@pytest.mark.dist
+class TestSplitExperts(EngineConformance):
+    """Where given experts are on other ranks, and tokens are divided too."""
+
+    backend = "megatron"
+    settings: ClassVar[Mapping[str, Any]] = {
+        "expert_parallel_size": 2,
+        "tensor_parallel_size": 2,
+        "sequence_parallel": True,
+        "expert_tensor_parallel_size": 1,
+        "recompute": "selective",
+        "recompute_modules": ["moe"],
+    }
+    only = REPLAY
+
+
+@pytest.mark.dist
+class TestExpertsInPipeline(EngineConformance):
+    """Where a micro-batch is recomputed when the forward of others has begun."""
+
+    backend = "megatron"
+    settings: ClassVar[Mapping[str, Any]] = {"pipeline_parallel_size": 2, "recompute": "full"}
+    only = REPLAY
+
+
+@pytest.mark.nightly
+class TestExpertsOfSplitSequences(EngineConformance):
+    """Where ranks hold a part of each sequence."""
+
+    backend = "megatron"
+    settings: ClassVar[Mapping[str, Any]] = {"context_parallel_size": 2, "expert_parallel_size": 2}
+    only = REPLAY

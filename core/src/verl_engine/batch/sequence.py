@@ -27,7 +27,9 @@ class Sequence:
     fields: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
     """Further per-token values by name, such as ``advantages`` or ``rollout_log_probs``; [L] or [L, ...], of any dtype.
     ``temperature`` has a meaning of its own: [L], of the distribution that token t was drawn from, in place of the one
-    that a step or an inference is given."""
+    that a step or an inference is given. So has ``routed_experts``, for engines with ``router_replay``: [L, layers with
+    experts, experts per token] whole numbers, the experts that token t goes through; -1 throughout for a token and
+    layer where the router is to choose."""
     positions: npt.NDArray[np.int64] | None = None
     """[L], or [axes, L] for a model whose positions have several; by default 0, 1, 2 and so on."""
 

@@ -56,6 +56,10 @@ class EngineConfig(BaseModel):
     """Whether the entropy of each token's distribution is computed too, for losses to use: without gradient
     (``value``), or with one (``gradient``, for an entropy bonus). For loops of your own: no loss of a job uses it, so
     jobs refuse it."""
+    router_replay: bool = False
+    """Run tokens through the experts that their sequences bring in the field ``routed_experts``, weighted by the
+    model's own routers, and say through which tokens went in a forward without gradient. For models with a mixture of
+    experts, in loops of your own: no rollout of a job gives experts, so jobs refuse it."""
     lora: LoraConfig | None = None
     """Train adapters instead of the whole model; exports are merged weights."""
     snapshot_memory: Literal["private", "shared"] = "private"
@@ -128,6 +132,7 @@ class EngineConfig(BaseModel):
             "value_head": self.head == "value",
             "forward_only": self.forward_only,
             "entropy": self.entropy != "off",
+            "router_replay": self.router_replay,
             "lora": self.lora is not None,
         }
         return tuple(feature for feature, is_asked in asked.items() if is_asked)

@@ -16,13 +16,15 @@ import torch
 import torch.distributed as dist
 
 from verl_engine.contract.choices import require_choice
-from verl_engine.contract.errors import BatchError, ConfigError
+from verl_engine.contract.errors import BatchError, ConfigError, UnsupportedError
 from verl_engine.engine.micro_batch_pass import MicroBatchPass
+from verl_engine.engine.routed_experts import FIELD
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from verl_engine.batch.packed import PackedBatch
+    from verl_engine.contract.engine_config import EngineConfig
     from verl_engine.contract.optimizer_step import OptimizerStep
     from verl_engine.engine.base import Engine, LossFn
     from verl_engine.host.backend_host import BackendHost
@@ -73,7 +75,7 @@ def train_step(
     Raises:
         ConfigError: the learning rate is no number of 0 or more, or the normaliser none above 0.
         BatchError: the ranks bring different numbers of micro-batches, or no token is in the loss.
-        UnsupportedError: sequences have own positions, and the backend declares that gap.
+        UnsupportedError: sequences bring what `require_used` refuses.
         Exception: whatever the model or the loss raises; the gradient is forgotten first, so the next step is right.
     Collectives: over the data-parallel group one all-reduce of counts and one or two of the results, besides the
         backend's own.
@@ -81,7 +83,7 @@ def train_step(
     if learning_rate is not None and not 0 <= learning_rate < math.inf:
         raise ConfigError(f"learning_rate={learning_rate} of a step must be a number of 0 or more")
     _require_normalizer(normalizer)
-    require_positions(host, micro_batches)
+    require_used(host, engine.config, micro_batches)
     counts = _count(engine, micro_batches, normalizer)
     engine.set_training(True)
     run = MicroBatchPass(
@@ -110,14 +112,20 @@ def train_step(
     )
 
 
-def require_positions(host: BackendHost, micro_batches: Sequence[PackedBatch]) -> None:
-    """Refuse sequences with own positions where the backend would not use them.
+def require_used(host: BackendHost, config: EngineConfig, micro_batches: Sequence[PackedBatch]) -> None:
+    """Refuse own positions, and experts, where the engine would not use them.
 
     Raises:
-        UnsupportedError: the backend declares the gap.
+        UnsupportedError: the backend declares the gap, or the config does not ask for it.
     """
     if any(batch.has_own_positions for batch in micro_batches):
         host.require("own_positions")
+    if not config.router_replay and any(FIELD in batch.fields for batch in micro_batches):
+        host.require("router_replay")
+        raise UnsupportedError(
+            f"the sequences bring {FIELD}, which engine.router_replay=false would leave unused; set it to true, or "
+            "leave the field out"
+        )
 
 
 def _require_normalizer(normalizer: object) -> None:

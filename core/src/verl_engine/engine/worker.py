@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl_engine.batch.packed import PackedBatch
+from verl_engine.contract.choices import require_choice
 from verl_engine.contract.errors import ConfigError, PluginError, TrainingDivergedError, UnsupportedError
 from verl_engine.engine.checkpoints.store import CheckpointInfo, CheckpointStore
 from verl_engine.engine.completeness import require_complete
@@ -20,7 +21,8 @@ from verl_engine.engine.device import Device
 from verl_engine.engine.process_group import join_process_group, leave_process_group
 from verl_engine.engine.snapshots.manager import Snapshots
 from verl_engine.engine.temperature import temperature_of
-from verl_engine.engine.train_step import StepReport, require_positions, train_step
+from verl_engine.engine.token_output import OutputName
+from verl_engine.engine.train_step import StepReport, require_used, train_step
 from verl_engine.engine.weights.bucket import WeightBucket, plan_buckets, write_bucket
 from verl_engine.host.backend_host import BackendHost
 
@@ -167,9 +169,38 @@ class EngineWorker:
             For each micro-batch and sequence, in the order given, [L] float32: log-probs in nats, or values; 0 outside
             the loss mask.
         """
+        name: OutputName = "values" if self._config.head == "value" else "log_probs"
+        found = self.infer_outputs(micro_batches, (name,), temperature, disable_adapter=disable_adapter, tag=tag)
+        return [[outputs[name] for outputs in of_sequences] for of_sequences in found]
+
+    def infer_outputs(
+        self,
+        micro_batches: SequenceOf[list[Sequence]],
+        names: SequenceOf[OutputName],
+        temperature: float = 1.0,
+        *,
+        disable_adapter: bool = False,
+        tag: int | str | None = None,
+    ) -> list[list[dict[str, npt.NDArray[Any]]]]:
+        """Compute what `TokenOutput` holds, in eval mode and without gradient; see `infer_batch`.
+
+        Args:
+            micro_batches: this rank's.
+            names: properties of `TokenOutput`: any of ``log_probs``, ``entropy``, ``values``, ``routed_experts``.
+            temperature: divides the logits.
+            disable_adapter: run the model without its LoRA adapter.
+            tag: of the snapshot to compute under.
+        Returns:
+            For each micro-batch and sequence, in the order given, the arrays by name, [L] or [L, ...].
+        Raises:
+            UnsupportedError: the config does not ask for one of them.
+            ConfigError: a name is another one.
+        """
+        for name in names:
+            require_choice("name", name, OutputName)
         engine = self.engine
         engine.set_training(False)
-        results = []
+        results: list[list[dict[str, npt.NDArray[Any]]]] = []
         with (
             torch.no_grad(),
             nullcontext() if tag is None else self._snapshots_of_engine().swapped(str(tag)),
@@ -177,10 +208,12 @@ class EngineWorker:
         ):
             for sequences in micro_batches:
                 batch = PackedBatch.from_sequences(sequences, engine.device.torch_device)
-                require_positions(self._host, [batch])
+                require_used(self._host, self._config, [batch])
                 output = engine.forward(batch, temperature_of(batch, temperature))
-                numbers = (output.values if self._config.head == "value" else output.log_probs).cpu()
-                results.append([part.numpy().copy() for part in batch.unpack(numbers)][: len(sequences)])
+                parts = {name: batch.unpack(getattr(output, name).cpu()) for name in names}
+                results.append(
+                    [{name: parts[name][index].numpy().copy() for name in names} for index in range(len(sequences))]
+                )
         return results
 
     def save_model_to_cpu(self, tag: int | str, version: int = 0) -> None:

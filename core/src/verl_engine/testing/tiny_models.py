@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import transformers
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+NUM_EXPERTS: Final = 4
+EXPERTS_PER_TOKEN: Final = 2
+"""Of `write_tiny_mixture`."""
 
 
 def write_tiny_model(
@@ -61,6 +65,22 @@ def write_tiny_critic(folder: Path) -> Path:
         torch.nn.init.normal_(model.score.weight, std=0.2)
         torch.nn.init.constant_(model.score.bias, 0.5)
         model.save_pretrained(folder)
+    return folder
+
+
+def write_tiny_mixture(folder: Path, num_layers: int = 2) -> Path:
+    """Write a Qwen3 with a mixture of experts in each layer; the experts differ much."""
+    config = transformers.Qwen3MoeConfig(
+        **{**tiny_config(), "num_hidden_layers": num_layers},
+        num_experts=NUM_EXPERTS,
+        num_experts_per_tok=EXPERTS_PER_TOKEN,
+        moe_intermediate_size=16,
+        norm_topk_prob=True,
+        initializer_range=0.2,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
     return folder
 
 

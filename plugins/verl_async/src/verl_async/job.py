@@ -135,6 +135,13 @@ def _check_use(engine: EngineConfig) -> None:
                 "nothing; use off, and give your loss an entropy in a loop of your own"
             )
         )
+    if engine.router_replay:
+        faults.append(
+            ConfigError(
+                "engine.router_replay=true: no rollout of a job says through which experts its tokens went; use false, "
+                "and replay experts in a loop of your own"
+            )
+        )
     if faults:
         raise _combined(faults)
 

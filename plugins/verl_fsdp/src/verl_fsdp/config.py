@@ -151,6 +151,10 @@ class TorchSharding(StrictModel):
 
     @model_validator(mode="after")
     def _check_compile(self) -> TorchSharding:
+        if self.compile and getattr(self, "router_replay", False):  # a field of what this is mixed into
+            raise ValueError(
+                "compile=true and router_replay=true: compiled blocks cannot be given experts; set one of them to false"
+            )
         if self.compile_backend != "inductor" and not self.compile:
             raise ValueError(f"compile_backend={self.compile_backend} is for compile=true, and it is false")
         return self

@@ -61,6 +61,10 @@ class FsdpTurboConfig(ShardedConfig):
             )
         self._check_context()
         self._check_experts()
+        if self.memory.chunk_batch is not None and self.router_replay:
+            raise ValueError(
+                "memory.chunk_batch and router_replay=true: experts are given for whole micro-batches; leave out one"
+            )
         if self.memory.chunk_batch is not None and self.packing:
             raise ValueError("memory.chunk_batch cuts rows, and packed sequences are one: set packing=false")
         return self

@@ -92,6 +92,12 @@ class MegatronConfig(EngineConfig):
             raise ValueError(f"transformer_options sets {option}; set engine.{OWN_OPTIONS[option]} instead")
         for option in sorted(self.transformer_options.keys() & DERIVED_KEYS.keys()):
             raise ValueError(f"transformer_options sets {option}, which is decided by {DERIVED_KEYS[option]}")
+        for option in ("moe_router_fusion", "moe_expert_capacity_factor"):
+            if self.router_replay and self.transformer_options.get(option):
+                raise ValueError(
+                    f"transformer_options.{option} and router_replay=true: tokens would not all go through the experts "
+                    "that they are given; leave out one"
+                )
         if self.virtual_pipeline_parallel_size > 1 and self.pipeline_parallel_size == 1:
             raise ValueError(
                 f"virtual_pipeline_parallel_size={self.virtual_pipeline_parallel_size} needs pipeline_parallel_size of "

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from verl_engine.contract.errors import ModelError
+from verl_engine.contract.errors import ConfigError, ModelError
 from verl_engine.testing.conformance.check import SkipCheckError, require
 from verl_engine.testing.conformance.driver import Driver
 from verl_engine.testing.conformance.gradient_probe import PROBE_SETTINGS, GradientProbe
@@ -38,7 +38,8 @@ class Bench:
 
         Args:
             kind: ``plain``, ``other`` (the same with other weights), ``tied``, ``dropout``, ``buffered``,
-                ``absolute`` (with learnt absolute positions) or ``critic`` (it ends in a value).
+                ``absolute`` (with learnt absolute positions), ``experts`` (a mixture of them in each layer) or
+                ``critic`` (it ends in a value).
         """
         from verl_engine.testing.conformance.models import write_model  # imports transformers
 
@@ -62,7 +63,7 @@ class Bench:
         refusal = ""
         try:
             found = Driver(self.subject.section(**settings), folder, self.rank, self.world_size)
-        except ModelError as error:
+        except (ConfigError, ModelError) as error:
             refusal = str(error)
         self.require_everywhere((found is None) == any(self.gather(refusal)), f"some ranks refuse the {kind} model")
         if found is None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from verl_engine.batch.sequence import Sequence
     from verl_engine.engine.base import Engine, LossFn, TokenOutput
+    from verl_engine.engine.token_output import OutputName
     from verl_engine.engine.train_step import Normalizer, StepReport
 
 Split = list[list[list[int]]]
@@ -80,6 +81,11 @@ class Driver:
         batch = PackedBatch.from_sequences([sequence], self.engine.device.torch_device)
         with torch.no_grad():
             return self.engine.forward(batch, temperature)
+
+    def outputs(self, sequences: list[Sequence], names: tuple[OutputName, ...]) -> list[dict[str, torch.Tensor]]:
+        """Return what the engine says of each sequence, by names of `TokenOutput`, as `infer` does."""
+        (found,) = self._worker.infer_outputs([sequences], names)
+        return [{name: torch.from_numpy(part) for name, part in parts.items()} for parts in found]
 
     def share(self, sequences: list[Sequence], num_micro_batches: int = 2) -> list[list[Sequence]]:
         """Return this rank's micro-batches of a global batch, divided in turn."""

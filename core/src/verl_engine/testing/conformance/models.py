@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from verl_engine.testing.tiny_models import write_absolute_position_model, write_tiny_critic, write_tiny_model
+from verl_engine.testing.tiny_models import (
+    write_absolute_position_model,
+    write_tiny_critic,
+    write_tiny_mixture,
+    write_tiny_model,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,6 +26,8 @@ def write_model(folder: Path, kind: str) -> None:
         write_absolute_position_model(partial)
     elif kind == "critic":
         write_tiny_critic(partial)
+    elif kind == "experts":
+        write_tiny_mixture(partial)
     else:
         write_tiny_model(
             partial,

@@ -17,6 +17,7 @@ from verl_engine.engine.token_output import TokenOutput
 from verl_fsdp.forward.attention import is_packed
 from verl_fsdp.forward.head import make_head
 from verl_fsdp.forward.rotary import PositionUse, rotary_limit
+from verl_fsdp.forward.router_replay import RouterReplay, sources
 from verl_fsdp.forward.sequence_parallel import slice_tokens
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class MicroBatchForward:
         sequence: dist.ProcessGroup | None,
         split: Callable[[PackedBatch], ModelRun] | None = None,
     ) -> None:
-        """Look at how the model begins and ends; nothing is changed in it.
+        """Look at how the model begins and ends; nothing is changed in it but how experts are chosen, where asked for.
 
         Args:
             model: with its adapters.
@@ -71,6 +72,7 @@ class MicroBatchForward:
         self._split = split
         self._rotary_limit = rotary_limit(model)
         self._positions = PositionUse.of(model)
+        self._replay = RouterReplay(model) if config.router_replay else None
 
     def __call__(self, model: torch.nn.Module, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
         """Run the model on a micro-batch; see `Engine.forward`.
@@ -89,11 +91,18 @@ class MicroBatchForward:
         if batch.has_own_positions:
             self._positions.check(batch.position_ids)
         run = self._run_of(batch)
+        source = None
+        if self._replay is not None:
+            source = sources(self._run_of, batch, self._sequence)
+            self._replay.expect(batch, source)
         targets = batch.input_ids[run.loss_positions]
         numbers_mF = self.head.numbers(model, run, targets, rows_of(temperature, run.loss_positions))
         zeros_TF = numbers_mF.new_zeros(batch.num_tokens, numbers_mF.shape[1])
         numbers_TF = sum_over_group(zeros_TF.index_put((run.loss_positions,), numbers_mF), self._sequence)
-        return TokenOutput(**dict(zip(self.head.gives, numbers_TF.unbind(-1), strict=True)))
+        named = dict(zip(self.head.gives, numbers_TF.unbind(-1), strict=True))
+        if self._replay is not None and source is not None and not torch.is_grad_enabled():
+            named["given_routed_experts"] = self._replay.found(source, batch.num_tokens, self._sequence)
+        return TokenOutput(**named)
 
     def _run_of(self, batch: PackedBatch) -> ModelRun:
         if self._split is not None:

@@ -13,6 +13,7 @@ from verl_engine.contract.errors import ModelError
 from verl_engine.contract.model_code import why_not_loaded
 from verl_fsdp.model.lora import inject_adapters
 from verl_fsdp.model.packable import choose_attention
+from verl_fsdp.model.trial import require_replay
 from verl_fsdp.model.value_head import auto_class, load_arguments, what_it_is
 
 if TYPE_CHECKING:
@@ -87,6 +88,8 @@ def _read(config: ShardedConfig, model_folder: Path, attention: str | None) -> P
                 output_loading_info=True,
             )
             _require_plain(model, model_folder)
+            if config.router_replay:
+                require_replay(model)
             if attention is None:
                 choose_attention(model, config)
             _finish(model, config)

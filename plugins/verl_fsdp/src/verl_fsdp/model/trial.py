@@ -6,7 +6,7 @@ Shape legend: T tokens of all sequences, N sequences, L the longest of them, V v
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 
@@ -14,13 +14,15 @@ from verl_engine.batch.packed import SegmentRun
 from verl_engine.contract.errors import ModelError
 from verl_fsdp.forward.attention import PACKED_ATTENTION
 from verl_fsdp.forward.rotary import rotary_limit
+from verl_fsdp.forward.router_replay import RouterReplay
 from verl_fsdp.model.blocks import layer_lists
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from transformers import PreTrainedModel
 
+T = TypeVar("T")
 _LENGTHS: Final = (3, 70, 70)
 """Models that attend in chunks do so beyond 64 tokens."""
 _TOLERANCE: Final = 1e-4
@@ -47,35 +49,74 @@ def tell_sequences_apart(model: PreTrainedModel, attention: str) -> str | None:
     Raises:
         ModelError: so many of its weights would have to run that it is not tried.
     """
-    training = model.training
-    model.eval()
     try:
-        with torch.no_grad():
-            try:
-                with _first_layers(model):
-                    return _trial(model, attention, "the layers up to the first of each kind")
-            except _TooLargeError:
-                raise
-            except Exception as error:  # noqa: BLE001 - it may count its layers, so all of them run
-                why = f"all its layers (the first ones alone fail: {type(error).__name__}: {error})"
-                return _trial(model, attention, why)
+        return _on_first_layers(model, lambda: _trial(model, attention), "whether it keeps sequences apart")
     except _TooLargeError:
         raise
     except Exception as error:  # noqa: BLE001 - models raise all kinds where they are not made for this
         return str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
     finally:
         _attend_by(model, attention)
+
+
+def require_replay(model: PreTrainedModel) -> None:
+    """Check that tokens can be sent through given experts: their own change nothing, and others do.
+
+    Args:
+        model: with its weights, as `tell_sequences_apart` takes it; not packed yet.
+    Raises:
+        ModelError: it has no experts, or chooses them in another way.
+    """
+    replay = RouterReplay(model)
+    ids = _rows(model)[1][None]
+
+    def run(shift: int | None) -> torch.Tensor:
+        logits: torch.Tensor = replay.try_out(lambda: model(input_ids=ids, use_cache=False).logits, shift)
+        return logits
+
+    try:
+        what = "whether its tokens can be given experts"
+        first, again, other = _on_first_layers(model, lambda: [run(shift) for shift in (None, 0, 1)], what)
+    finally:
+        replay.release()
+    if not torch.equal(first, again) or torch.equal(first, other):
+        raise ModelError(
+            f"engine.router_replay=true: in a trial, {type(model).__name__} did not follow the experts it was given; "
+            "set it to false"
+        )
+
+
+def _on_first_layers(model: PreTrainedModel, trial: Callable[[], T], what: str) -> T:
+    """Run a trial in evaluation mode, without gradient, with the first layers only where that is possible."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            try:
+                with _first_layers(model):
+                    _require_small(model, what, "the layers up to the first of each kind")
+                    return trial()
+            except ModelError:
+                raise
+            except Exception as error:  # noqa: BLE001 - it may count its layers, so all of them run
+                why = f"all its layers (the first ones alone fail: {type(error).__name__}: {error})"
+                _require_small(model, what, why)
+                return trial()
+    finally:
         model.train(training)
 
 
-def _trial(model: PreTrainedModel, attention: str, running: str) -> str | None:
+def _require_small(model: PreTrainedModel, what: str, running: str) -> None:
     num_weights = sum(parameter.numel() for parameter in model.parameters())
     if num_weights > _MOST_WEIGHTS:
         raise _TooLargeError(
-            f"{type(model).__name__} cannot be tried for whether it keeps sequences apart: that would run {running} on "
-            f"the CPU, {num_weights / 1e9:.3g} billion weights, and at most {_MOST_WEIGHTS / 1e9:.3g} are run; use a "
-            "smaller model of this kind, or another engine.backend"
+            f"{type(model).__name__} cannot be tried for {what}: that would run {running} on the CPU, "
+            f"{num_weights / 1e9:.3g} billion weights, and at most {_MOST_WEIGHTS / 1e9:.3g} are run; use a smaller "
+            "model of this kind, or another engine.backend"
         )
+
+
+def _trial(model: PreTrainedModel, attention: str) -> str | None:
     rows = _rows(model)
     _attend_by(model, "eager")
     alone = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in rows]

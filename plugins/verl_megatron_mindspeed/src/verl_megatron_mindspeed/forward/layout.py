@@ -39,6 +39,8 @@ class Layout:
     """[m] int64: indices of those among the T."""
     num_tokens: int
     """T."""
+    source: torch.Tensor
+    """[t] int64: for each token that goes in its index among the T, -1 for filling."""
 
 
 def lay_out(batch: PackedBatch, parallel: Parallel, *, sequence_parallel: bool) -> Layout:
@@ -67,7 +69,7 @@ def lay_out(batch: PackedBatch, parallel: Parallel, *, sequence_parallel: bool) 
     if not losses.numel():
         rows, targets = rows.new_zeros(1), targets.new_zeros(1)
     packed = _packed_sequences(places.lengths, device)
-    return Layout(ids_t[None], position_t[None], packed, rows, targets, losses, batch.num_tokens)
+    return Layout(ids_t[None], position_t[None], packed, rows, targets, losses, batch.num_tokens, source_t)
 
 
 def _packed_sequences(lengths: tuple[int, ...], device: torch.device) -> PackedSeqParams:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from verl_engine.batch.packed import PackedBatch
     from verl_engine.engine.temperature import Temperature
     from verl_megatron_mindspeed.forward.output import Head, LossRows
+    from verl_megatron_mindspeed.forward.router_replay import RouterReplay
     from verl_megatron_mindspeed.model.build import MegatronModel
     from verl_megatron_mindspeed.parallel import Parallel
 
@@ -46,6 +47,7 @@ class Pass:
         rows: LossRows | None,
         temperature: Callable[[PackedBatch], Temperature],
         finish: Callable[[torch.Tensor, Laid], torch.Tensor],
+        replay: RouterReplay | None,
     ) -> None:
         """Begin.
 
@@ -56,6 +58,7 @@ class Pass:
             rows: picks those of loss tokens; None where this rank has no output layer.
             temperature: gives what divides the logits of a micro-batch.
             finish: takes the numbers of a micro-batch, [T, F]; returns what its backward begins with.
+            replay: the routers, where tokens may be sent through given experts.
         """
         self._model = model
         self._parallel = parallel
@@ -63,6 +66,7 @@ class Pass:
         self._rows = rows
         self._temperature = temperature
         self._finish = finish
+        self._replay = replay
         self._is_half = model.transformer.params_dtype is not torch.float32
         self.guard = Guard()
         """What went wrong on this rank, where others of a pipeline would wait for it."""
@@ -105,6 +109,8 @@ class Pass:
             self._rows.expect(layout.rows)
         # Logits may stay as they are: float32 is made of them a block at a time.
         options = {"fp32_output": False} if self._is_half else {}
+        if self._replay is not None:
+            self._replay.expect(laid.batch, layout, is_filling=laid.is_filling)
         output: torch.Tensor = chunk(
             input_ids=layout.input_ids,
             position_ids=layout.position_ids,
@@ -112,6 +118,8 @@ class Pass:
             packed_seq_params=layout.packed,
             **options,
         )
+        if self._replay is not None:
+            self._replay.check()
         if not is_last:
             return output
         return self._finish(self._head.numbers(output, layout, self._temperature(laid.batch)), laid)

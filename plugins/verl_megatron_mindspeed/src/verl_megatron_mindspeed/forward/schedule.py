@@ -6,6 +6,7 @@ Shape legend: T tokens of a micro-batch, t those of this rank, F numbers per tok
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from verl_megatron_mindspeed.forward.output import Head, LossRows
 from verl_megatron_mindspeed.forward.padding_token import exclude_padding_token
 from verl_megatron_mindspeed.forward.passes import Laid, Pass
 from verl_megatron_mindspeed.forward.pipeline import agree, from_last_stage
+from verl_megatron_mindspeed.forward.router_replay import RouterReplay
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -48,6 +50,7 @@ class Schedule:
         self._parallel = parallel
         self._device = device
         self._head = Head(config, parallel, model.vocab_size)
+        self._replay = RouterReplay(model, parallel) if config.router_replay else None
         first, last = model.parts()[0], model.parts()[-1]
         if first.pre_process:
             token = getattr(model.hf_config, "pad_token_id", None)
@@ -77,12 +80,13 @@ class Schedule:
             numbers_TF = numbers_TF if laid.is_filling else found_TF
             return found_TF.new_zeros(())  # there is no backward
 
-        run = Pass(self._model, self._parallel, self._head, self._rows, lambda _: temperature, keep)
+        run = Pass(self._model, self._parallel, self._head, self._rows, lambda _: temperature, keep, self._replay)
         with torch.no_grad():
             self._go(run, [batch], forward_only=True)
             if self._parallel.pipeline.size > 1:
                 agree(self._parallel, run.guard.failure)
-            return self._head.token_output(from_last_stage(numbers_TF.contiguous(), self._parallel))
+            output = self._head.token_output(from_last_stage(numbers_TF.contiguous(), self._parallel))
+            return output if self._replay is None else replace(output, given_routed_experts=self._replay.found())
 
     def train(self, training: Training, given: MicroBatchPass) -> None:
         """Accumulate the gradient of the scaled loss; see `Engine.forward_backward`.
@@ -100,7 +104,7 @@ class Schedule:
                 return numbers_TF.sum()  # it has no loss tokens, so it is 0, and so is its gradient
             return given.loss(self._head.token_output(numbers_TF), laid.batch)
 
-        run = Pass(self._model, self._parallel, self._head, self._rows, given.temperature, loss)
+        run = Pass(self._model, self._parallel, self._head, self._rows, given.temperature, loss, self._replay)
         transformer = self._model.transformer
         scale = transformer.grad_scale_func
 
@@ -136,6 +140,8 @@ class Schedule:
     def _go(self, run: Pass, batches: Sequence[PackedBatch], *, forward_only: bool = False) -> None:
         """Let Megatron's schedule run them."""
         chunks = self._model.chunks
+        if self._replay is not None:
+            self._replay.begin(is_training=not forward_only)
         inputs = run.lay_out(self._filled(batches), len(batches))
         iterators = [iter(inputs) for _ in chunks]
         get_forward_backward_func()(

@@ -85,23 +85,20 @@ def test_ranks_without_their_group_are_replaced(pools: RankPools) -> None:
     assert first.is_closed
 
 
-def make_groups(_rank: int) -> int:
-    for _ in range(8):
+def make_groups(_rank: int) -> None:
+    for _ in range(3):
         dist.new_group()
-    return dist.distributed_c10d._world.group_count
 
 
-def end_groups() -> None:
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
+def num_groups(_rank: int) -> int:
+    return len(dist.distributed_c10d._world.pg_map)
 
 
-def test_ranks_with_many_groups_are_replaced_unless_the_groups_are_ended(pools: RankPools) -> None:
-    kept, tidied = pools.get(1), pools.get(1, tidy=end_groups)
-    for pool in (kept, tidied):
-        pool.run(make_groups)
-    assert [pool.is_worn for pool in (kept, tidied)] == [True, False]
+def test_groups_of_a_call_end_with_it_and_the_ranks_stay(pools: RankPools) -> None:
+    ranks = pools.get(2)
+    ranks.run(make_groups)
+    assert pools.get(2) is ranks
+    assert ranks.run(num_groups) == [1, 1]
 
 
 def test_those_used_longest_ago_end_first(pools: RankPools, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from plugins.verl_fsdp_turbo.tests.on_ranks import prepare
+from plugins.verl_fsdp_turbo.tests.on_ranks import prepare, tidy
 from verl_engine.testing.tiny_models import write_tiny_model
 
 if TYPE_CHECKING:
@@ -52,4 +52,4 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ranks(rank_pools: RankPools, library_folder: Path) -> RankPool:
     """Two processes that stay for other tests."""
     assert library_folder.is_dir()
-    return rank_pools.get(2, prepare=prepare)
+    return rank_pools.get(2, prepare=prepare, tidy=tidy)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_engine.contract.validation import validate
 from verl_engine.host.backend_host import BackendHost
+from verl_engine.testing.rank_state import end_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,6 +45,12 @@ def forget_division() -> None:
     if hasattr(state, "reset_parallel_state"):  # without it, tests over the real library must have equal sizes
         state.reset_parallel_state()
         parallel_state._made.clear()
+
+
+def tidy() -> None:
+    """End a call's groups, and with them the division."""
+    forget_division()
+    end_groups()
 
 
 def refusal(attempt: Callable[[], object]) -> str:

@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch.distributed.tensor import DTensor
 
-from plugins.verl_fsdp_turbo.tests.on_ranks import build, build_another, prepare, refusal
+from plugins.verl_fsdp_turbo.tests.on_ranks import build, build_another, prepare, refusal, tidy
 from verl_engine.engine.checkpoints.export import export_checkpoint
 from verl_engine.engine.checkpoints.store import CheckpointStore
 from verl_engine.testing.conformance.driver import Driver, differences
@@ -42,7 +42,7 @@ def prepare_newer() -> None:
 @pytest.fixture
 def newer(rank_pools: RankPools, library_folder: Path, only_fake: None) -> RankPool:  # noqa: ARG001 - it may skip
     assert library_folder.is_dir()
-    return rank_pools.get(2, prepare=prepare_newer)
+    return rank_pools.get(2, prepare=prepare_newer, tidy=tidy)
 
 
 def write_experts(folder: Path, count: int) -> Path:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from plugins.verl_fsdp_turbo.tests.on_ranks import build
+from plugins.verl_fsdp_turbo.tests.on_ranks import build, tidy
 from plugins.verl_fsdp_turbo.tests.test_experts import EXPERTS, prepare_newer, write_experts
 from plugins.verl_fsdp_turbo.tests.test_ulysses import BY_ENGINE
 from verl_engine.testing.conformance.driver import Driver
@@ -26,7 +26,7 @@ OPTIMIZER: Final[dict[str, Any]] = {"learning_rate": 1e-2, "eps": 1e-3, "max_gra
 def four(rank_pools: RankPools, library_folder: Path, only_fake: None) -> RankPool:
     assert library_folder.is_dir()
     assert only_fake is None
-    return rank_pools.get(NUM_RANKS, prepare=prepare_newer)
+    return rank_pools.get(NUM_RANKS, prepare=prepare_newer, tidy=tidy)
 
 
 def as_fsdp2(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[float, float, float, int]:

@@ -22,6 +22,7 @@ from verl_fsdp_turbo import patches
 from verl_fsdp_turbo.ulysses import block_mask, require_splittable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from verl_engine.testing.rank_pool import RankPool
@@ -53,11 +54,12 @@ def has_function_patches(_rank: int) -> bool:
 
 
 @pytest.fixture
-def patching(ranks: RankPool) -> RankPool:
-    """Two processes, where the library can replace functions; older releases cannot."""
+def patching(ranks: RankPool) -> Iterator[RankPool]:
+    """Two processes, where the library can replace functions; older releases cannot. They end, since those stay so."""
     if not all(ranks.run(has_function_patches)):
         pytest.skip("this release of the library has no ulysses_function_patches")
-    return ranks
+    yield ranks
+    ranks.close()
 
 
 def as_without(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[float, float, float, int]:
@@ -126,7 +128,6 @@ def _whole(self: Any, *, input_ids: torch.Tensor, **_: Any) -> Any:
 def test_a_model_that_does_not_split_tokens_is_found_out(model_folder: Path, patching: RankPool) -> None:
     for message in patching.run(without_a_patch, model_folder):
         assert "its forward does not split sequences over ranks as it was said to" in message
-    patching.close()  # attention is wrapped twice in there
 
 
 QWEN3_5: Final = "transformers.models.qwen3_5.modeling_qwen3_5"

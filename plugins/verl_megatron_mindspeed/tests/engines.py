@@ -36,7 +36,6 @@ def forget_groups() -> None:
     parallel_state.destroy_model_parallel()
     parallel._made = None
     RotaryEmbedding.forward.cache_clear()  # it keeps the last modules that it was called on, with their groups
-    dist.barrier()  # nobody waits for anybody in those groups any more
     for group in groups:
         if group in dist.distributed_c10d._world.pg_map:  # None stands for the world
             dist.destroy_process_group(group)

@@ -42,6 +42,8 @@ PRELOADED: Final = (
 _GRACE_S: Final = 2.0
 """How long the other ranks may still report after a first failure: theirs may have come earlier."""
 _LOG_LINES: Final = 15
+_TIDY: Final = ()
+"""Sent when all ranks have returned from a call: a group that one ended earlier might fail in its peer."""
 
 
 class RankError(AssertionError):
@@ -84,7 +86,7 @@ class RankPool:
             device: kind of device whose collectives are used.
             must_precede: modules that may not be imported before `prepare`; then nothing is preloaded that would.
             environment: variables that each gets before `prepare`.
-            tidy: called in each after a call that all of them returned from, such as to end process groups.
+            tidy: called in each when all of them have returned from a call; such as `end_groups`.
         """
         self.world_size = world_size
         self.is_closed = False
@@ -125,10 +127,7 @@ class RankPool:
             RankError: a rank raised, died or did not respond in time; the pool is closed.
         """
         # Plain pickle copies tensors; multiprocessing's own would share them with a process that is about to end.
-        job = pickle.dumps((function, args))
-        for pipe in self._pipes:
-            with contextlib.suppress(OSError):  # a rank that died says so below
-                pipe.send_bytes(job)
+        self._send((function, args))
         results, failures = self._collect(time.monotonic() + timeout_s)
         if failures:
             self.close(grace_s=0.0)  # some may wait for each other forever
@@ -144,6 +143,7 @@ class RankPool:
             places = self._places(silent)
             self.close(grace_s=0.0)  # some may wait for each other forever
             raise RankError(summary, summary, f"{summary}\n{places}")
+        self._send(_TIDY)
         return [results[rank] for rank in range(self.world_size)]
 
     def close(self, grace_s: float = 2.0) -> None:
@@ -151,9 +151,7 @@ class RankPool:
         if self.is_closed:
             return
         self.is_closed = True
-        for pipe in self._pipes:
-            with contextlib.suppress(OSError):
-                pipe.send_bytes(pickle.dumps(None))
+        self._send(None)
         deadline = time.monotonic() + grace_s
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -163,6 +161,12 @@ class RankPool:
         for pipe in self._pipes:
             pipe.close()
         self._folder.cleanup()
+
+    def _send(self, job: object) -> None:
+        message = pickle.dumps(job)
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):  # that a rank died is said where its result is waited for
+                pipe.send_bytes(message)
 
     def _collect(self, deadline: float) -> tuple[dict[int, Any], list[_Failure]]:
         waiting = dict(enumerate(self._pipes))
@@ -248,7 +252,7 @@ def _serve(
         start = _describe(rank, error)
     while True:
         try:
-            job: tuple[Callable[..., Any], tuple[object, ...]] | None
+            job: tuple[Any, ...] | None
             job = pickle.loads(pipe.recv_bytes())  # noqa: S301 - from our own parent
         except EOFError:  # the parent is gone
             break
@@ -257,7 +261,15 @@ def _serve(
             continue
         if job is None:
             break
-        pipe.send_bytes(pickle.dumps(start) if isinstance(start, _Failure) else _reply_to(rank, start, tidy, *job))
+        if isinstance(start, _Failure):
+            pipe.send_bytes(pickle.dumps(start))
+        elif job != _TIDY:
+            pipe.send_bytes(_reply_to(rank, start, *job))
+        elif tidy is not None:
+            try:
+                tidy()
+            except BaseException as error:  # noqa: BLE001 - the next call says it
+                start = _describe(rank, error)
     _leave_group()
 
 
@@ -279,18 +291,10 @@ def _join_group(rank: int, world_size: int, folder: str, device: str) -> None:
     )
 
 
-def _reply_to(
-    rank: int,
-    start: RankState,
-    tidy: Callable[[], None] | None,
-    function: Callable[..., Any],
-    args: tuple[object, ...],
-) -> bytes:
+def _reply_to(rank: int, start: RankState, function: Callable[..., Any], args: tuple[object, ...]) -> bytes:
     start.restore()
     try:
         result = function(rank, *args)
-        if tidy is not None:
-            tidy()
         return pickle.dumps((result, start.is_worn()))
     except BaseException as error:  # noqa: BLE001 - also a SystemExit must reach the parent
         return pickle.dumps(_describe(rank, error))

@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from verl_engine.testing.rank_pool import RankPool
+from verl_engine.testing.rank_state import end_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +47,7 @@ class RankPools:
         prepare: Callable[[], None] | None = None,
         must_precede: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
-        tidy: Callable[[], None] | None = None,
+        tidy: Callable[[], None] = end_groups,
         device: str = "cpu",
     ) -> RankPool:
         """Return ranks that are as asked for; arguments as those of `RankPool`."""

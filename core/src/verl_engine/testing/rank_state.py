@@ -8,13 +8,10 @@ import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-_MOST_GROUPS: Final = 6
-"""Process groups that a rank may hold: each of gloo's wakes a hundred times a second, also when nobody uses it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +55,16 @@ class RankState:
         torch.manual_seed(0)
 
     def is_worn(self) -> bool:
-        """Whether the process group was ended or replaced, or too many others were made: that cannot be put back."""
+        """Whether the process group was ended or replaced: that cannot be put back."""
         import torch.distributed as dist
 
-        return dist.group.WORLD is not self.group or len(dist.distributed_c10d._world.pg_map) > _MOST_GROUPS  # noqa: SLF001
+        return dist.group.WORLD is not self.group
+
+
+def end_groups() -> None:
+    """End the groups that a call made: each of gloo's has threads, which wake a hundred times a second."""
+    import torch.distributed as dist
+
+    for group in list(dist.distributed_c10d._world.pg_map):  # noqa: SLF001 - torch has no public list of them
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)

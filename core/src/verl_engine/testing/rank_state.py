@@ -64,7 +64,9 @@ class RankState:
 def end_groups() -> None:
     """End the groups that a call made: each of gloo's has threads, which wake a hundred times a second."""
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+    _clear_sharding_prop_cache()  # torch takes equal meshes for one, and would go on with the groups of the first
     for group in list(dist.distributed_c10d._world.pg_map):  # noqa: SLF001 - torch has no public list of them
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)

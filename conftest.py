@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import signal
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from verl_engine.testing.rank_pool import PRELOADED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -26,6 +29,13 @@ _REPETITION = "__pytest_repeat_step_number"
 def pytest_configure() -> None:
     """Let SIGHUP end the processes that tests start: under nohup it is ignored, and they would inherit that."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    PRELOADED.append("verl_fsdp.fsdp2.build")  # what most ranks run
+
+
+def pytest_collection_finish() -> None:
+    """Leave out of Python's garbage collections what stays: the modules and thousands of tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

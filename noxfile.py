@@ -33,6 +33,7 @@ PACKAGES = (
     "plugins/verl_megatron_mindspeed",
     "plugins/verl_async",
 )
+BUILD_TOOLS = ("hatchling", "editables")
 # hatchling builds the wheels of a test.
 TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "pytest-repeat", "hypothesis", "hatchling")
 LINT_TOOLS = ("ruff", "import-linter")
@@ -275,7 +276,13 @@ def _python(session: nox.Session, folder: Path = ROOT / ".nox" / "shared", *othe
     tools = ("nox", *TEST_TOOLS, *LINT_TOOLS, *TYPE_TOOLS, *others)
     # What is imported gets compiled then; all of it would take longer than to run the linters.
     pip = (python, "-m", "pip", "install", "--quiet", "--no-compile")
-    _install_once(session, lambda: session.run(*pip, *_install_arguments(*tools)), folder, *tools)
+
+    def install() -> None:
+        # Installed once: pip would make an environment of them for each package.
+        session.run(*pip, "-c", CONSTRAINTS, *BUILD_TOOLS)
+        session.run(*pip, "--no-build-isolation", *_install_arguments(*tools))
+
+    _install_once(session, install, folder, *tools)
     return python
 
 

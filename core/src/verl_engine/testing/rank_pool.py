@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-PRELOADED: Final = (
+PRELOADED: Final = [
     "torch",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
@@ -37,8 +37,9 @@ PRELOADED: Final = (
     "transformers",
     "transformers.models.qwen3.modeling_qwen3",
     "verl_engine.testing.conformance.bench",
-)
-"""Imported once, by the server of which each rank is a fork; several times faster than a fresh start of each."""
+]
+"""Imported once, by the server of which each rank is a fork; several times faster than a fresh start of each. What is
+added before the first rank starts, such as an engine's module, comes too."""
 _GRACE_S: Final = 2.0
 """How long the other ranks may still report after a first failure: theirs may have come earlier."""
 _LOG_LINES: Final = 15
@@ -247,6 +248,7 @@ def _serve(
             prepare()
         _join_group(rank, world_size, folder, device)
         gc.freeze()  # what is imported stays; without it each collection would look through all of it
+        gc.set_threshold(100_000)  # each call ends with a collection anyway
         start = RankState.take()
     except BaseException as error:  # noqa: BLE001 - also a SystemExit must reach the parent
         start = _describe(rank, error)

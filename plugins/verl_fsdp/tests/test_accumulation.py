@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from verl_fsdp.engine import ShardedEngine
 
 NUM_SEQUENCES: Final = 12
-TOLERANCE: Final = 2e-6
+TOLERANCE: Final = 1e-5  # the contract's; rounding alone makes 2e-6 on some processors
 
 
 @st.composite

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from verl_engine.testing.rank_pools import RankPools
     from verl_fsdp.engine import ShardedEngine
 
-TOLERANCE: Final = 2e-6
+TOLERANCE: Final = 1e-5  # the contract's; rounding alone makes 2e-6 on some processors
 TINY: Final[dict[str, Any]] = {
     "vocab_size": 32,
     "hidden_size": 32,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import (
@@ -19,18 +18,14 @@ from pydantic import (
 
 from verl_engine import __version__
 from verl_engine.contract.errors import ConfigError, WeightsError
-from verl_engine.contract.kinds import BACKEND
 from verl_engine.contract.strict_model import StrictModel
 from verl_engine.engine.checkpoints.digests import FileName, SavedFile, digest_text, require_intact, short_file
 from verl_engine.engine.checkpoints.folders import MANIFEST, named_step, names_in, require_whole, write_file
 from verl_engine.engine.weights.model_files import side_files
-from verl_engine.host.catalog import origin_of
 
 if TYPE_CHECKING:
     from collections.abc import Container
     from pathlib import Path
-
-    from verl_engine.contract.engine_config import EngineConfig
 
 _log: Final = logging.getLogger(__name__)
 FORMAT_VERSION: Final = 2
@@ -78,33 +73,6 @@ class CheckpointManifest(StrictModel):
     """All others of the checkpoint. Empty in format version 1, which had no checksums."""
     core_version: str = __version__
     format_version: int = FORMAT_VERSION
-
-    @classmethod
-    def describe(
-        cls,
-        config: EngineConfig,
-        step: int,
-        world_size: int,
-        contents: tuple[str, ...],
-        weights: dict[str, SavedWeight],
-        user_state: dict[str, Any],
-        files: dict[str, SavedFile],
-    ) -> CheckpointManifest:
-        """Describe what was just written."""
-        lora = config.lora
-        return cls(
-            step=step,
-            backend=config.backend,
-            distribution=origin_of(BACKEND, config.backend),
-            world_size=world_size,
-            contents=contents,
-            weights=weights,
-            user_state=user_state,
-            lora=None if lora is None else SavedAdapters(rank=lora.rank, alpha=lora.alpha),
-            head=config.head,
-            saved_at=time.time(),
-            files=files,
-        )
 
     def write(self, folder: Path) -> None:
         """Write it into a checkpoint's folder, with a digest of itself."""

@@ -10,17 +10,26 @@ import json
 import logging
 import shutil
 import threading
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from verl_engine.contract.errors import EngineError, StuckError, WeightsError
+from verl_engine.contract.kinds import BACKEND
 from verl_engine.engine.checkpoints import folders
 from verl_engine.engine.checkpoints.digests import describe_files
-from verl_engine.engine.checkpoints.manifest import MODEL_FOLDER, CheckpointManifest, check_user_state, copy_model_files
+from verl_engine.engine.checkpoints.manifest import (
+    MODEL_FOLDER,
+    CheckpointManifest,
+    SavedAdapters,
+    check_user_state,
+    copy_model_files,
+)
 from verl_engine.engine.checkpoints.ranks import CheckpointRanks
 from verl_engine.engine.checkpoints.reader import CheckpointReader
 from verl_engine.engine.checkpoints.rng_state import restore_rng, rng_state, seed_anew
 from verl_engine.engine.checkpoints.writer import CheckpointWriter, StagingMemory, plan_checkpoint, saved_weights
+from verl_engine.host.catalog import origin_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -286,14 +295,19 @@ class CheckpointStore:
         if self._model_folder is not None:
             copy_model_files(self._model_folder, partial / MODEL_FOLDER)
         others = sorted(folders.names_in(partial) - writer.files.keys())
-        manifest = CheckpointManifest.describe(
-            job.config,
-            job.step,
-            self._ranks.size,
-            job.contents,
-            saved_weights(metadata),
-            job.user_state,
-            writer.files | describe_files(partial, others),
+        config, lora = job.config, job.config.lora
+        manifest = CheckpointManifest(
+            step=job.step,
+            backend=config.backend,
+            distribution=origin_of(BACKEND, config.backend),
+            world_size=self._ranks.size,
+            contents=job.contents,
+            weights=saved_weights(metadata),
+            user_state=job.user_state,
+            lora=None if lora is None else SavedAdapters(rank=lora.rank, alpha=lora.alpha),
+            head=config.head,
+            saved_at=time.time(),
+            files=writer.files | describe_files(partial, others),
         )
         manifest.write(partial)
         folders.publish(self.root, job.step)

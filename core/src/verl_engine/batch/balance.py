@@ -1,12 +1,7 @@
 """Dividing numbers into groups of nearly equal sum."""
 
-from __future__ import annotations
-
 import heapq
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from collections.abc import Sequence
 
 _Entry = tuple[int, int, list[tuple[int, list[int]]]]
 """(-spread, tie-break, groups as (sum, indices), largest sum first)."""

@@ -1,15 +1,10 @@
 """Which rank computes which sequence, in which micro-batch."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from verl_engine.batch.balance import balance
 from verl_engine.contract.errors import BatchError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def plan_micro_batches(lengths: Sequence[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:

@@ -4,18 +4,14 @@ Importing typer takes more time than listing all plugins does, and scripts ask f
 prints it as JSON goes without.
 """
 
-from __future__ import annotations
-
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import Final, NoReturn
 
 from verl_engine.command.streams import flush_streams, open_closed_streams
 from verl_engine.contract.errors import EngineError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 PROGRAM = "verl-engine"
 USER_ERROR = 2

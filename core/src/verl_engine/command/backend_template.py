@@ -4,25 +4,20 @@ The template is a folder of ``string.Template`` files: names are all that varies
 thing to install for nothing. ``PACKAGE`` in a path stands for the package's name.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from importlib.abc import Traversable
 from importlib.resources import files
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from verl_engine import __version__
+from verl_engine.command.backend_names import BackendNames
 from verl_engine.contract.errors import ConfigError
 from verl_engine.contract.names import PLUGIN_API_VERSION
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from importlib.abc import Traversable
-
-    from verl_engine.command.backend_names import BackendNames
 
 SUFFIX: Final = ".template"
 """On each file of the template, so that no tool takes it for what it will be."""

@@ -1,10 +1,8 @@
 """The group of all commands, the core's own and those of plugins: one way to call them, one look of their help."""
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -13,12 +11,9 @@ from verl_engine import __version__
 from verl_engine.command.own_commands import OWN_COMMANDS
 from verl_engine.contract.errors import HookError, PluginError, PluginImportError
 from verl_engine.contract.kinds import COMMAND
-from verl_engine.host.catalog import list_plugins
+from verl_engine.host.catalog import PluginEntry, list_plugins
 from verl_engine.host.install_hints import missing_line
 from verl_engine.host.loading import load_plugin
-
-if TYPE_CHECKING:
-    from verl_engine.host.catalog import PluginEntry
 
 HELP_OPTIONS: Final = ["-h", "--help"]
 _COMPLETION_OPTIONS: Final = {"install_completion", "show_completion"}

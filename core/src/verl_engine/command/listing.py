@@ -1,16 +1,10 @@
 """The installed plugins, as a table or as JSON. Imports neither typer nor, for JSON, rich: it is to be quick."""
 
-from __future__ import annotations
-
 import sys
-from typing import TYPE_CHECKING
 
 from verl_engine.contract.kinds import BACKEND
-from verl_engine.host.catalog import list_plugins
+from verl_engine.host.catalog import PluginEntry, list_plugins
 from verl_engine.host.install_hints import pip_install
-
-if TYPE_CHECKING:
-    from verl_engine.host.catalog import PluginEntry
 
 
 def print_json(kind: str | None) -> None:

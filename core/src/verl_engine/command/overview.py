@@ -1,7 +1,5 @@
 """What ``verl-engine --help`` prints: what can be done, and how to start."""
 
-from __future__ import annotations
-
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding

@@ -1,15 +1,10 @@
 """Standard output and error that nobody reads: closed, a pipe to a program that has ended, a full disk."""
 
-from __future__ import annotations
-
 import os
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from typing import TextIO
+from typing import TextIO
 
 
 def open_closed_streams() -> None:

@@ -1,7 +1,5 @@
 """Arguments that are one of a few texts: another text is an error, not the default."""
 
-from __future__ import annotations
-
 from typing import Any, get_args
 
 from verl_engine.contract.errors import ConfigError, EngineError

@@ -1,11 +1,10 @@
 """Read a job's YAML file, with dotted overrides from the command line."""
 
-from __future__ import annotations
-
 import difflib
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -13,9 +12,6 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_engine.contract.errors import ConfigError
 from verl_engine.contract.validation import validate
 from verl_engine.contract.yaml_text import DEEPEST, is_unicode, read_yaml
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 __all__ = ["literal", "read_config", "read_overrides", "validate"]
 

@@ -1,7 +1,5 @@
 """Python code in a model folder: it is never run, and no setting allows it."""
 
-from __future__ import annotations
-
 
 def why_not_loaded(error: Exception) -> str:
     """Return why a library could not load a model folder; in our own words where the folder's own code is the reason.

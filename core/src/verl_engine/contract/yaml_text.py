@@ -4,18 +4,14 @@ In YAML 1.1 ``off`` is false, ``010`` is 8, ``1:30`` is 90 and ``1e-6`` is a tex
 a number. What cannot be held as it is written is an error: a number of a thousand digits, or one that overflows.
 """
 
-from __future__ import annotations
-
 import math
 import re
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 import yaml
 
 from verl_engine.contract.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _TAG: Final = "tag:yaml.org,2002:"
 _SCALARS: Final = {

@@ -1,7 +1,5 @@
 """The dynamic loss scale of float16: gradients too small for its range are lifted into it."""
 
-from __future__ import annotations
-
 from typing import Any, Final
 
 START: Final = 2.0**16

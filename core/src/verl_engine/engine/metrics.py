@@ -1,20 +1,15 @@
 """What a loss reports besides itself, and how it is reduced over micro-batches and ranks to one number each."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 import torch
 import torch.distributed as dist
 
 from verl_engine.contract.choices import require_choice
 from verl_engine.contract.errors import BatchError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from verl_engine.engine.data_parallel import DataParallel
+from verl_engine.engine.data_parallel import DataParallel
 
 Reduction = Literal["sum", "mean", "max", "min"]
 Key = tuple[str, str]

@@ -1,22 +1,15 @@
 """One pass over a rank's micro-batches, forward and backward: what it takes, and what comes of it."""
 
-from __future__ import annotations
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
 
-from typing import TYPE_CHECKING, Protocol
+import torch
 
-from verl_engine.engine.metrics import Totals
-from verl_engine.engine.temperature import temperature_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
-
-    import torch
-
-    from verl_engine.batch.packed import PackedBatch
-    from verl_engine.engine.metrics import Metric
-    from verl_engine.engine.temperature import Temperature
-    from verl_engine.engine.token_output import TokenOutput
+from verl_engine.batch.packed import PackedBatch
+from verl_engine.engine.metrics import Metric, Totals
+from verl_engine.engine.temperature import Temperature, temperature_of
+from verl_engine.engine.token_output import TokenOutput
 
 
 class LossFn(Protocol):

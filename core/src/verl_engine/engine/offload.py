@@ -6,20 +6,18 @@ so the host may read them, and then gives the device's memory back.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # what nn.Module.to itself asks about DTensors
+from torch.utils.hooks import RemovableHandle
 
 from verl_engine.contract.errors import UnsupportedError
+from verl_engine.engine.device import Device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from torch.utils.hooks import RemovableHandle
-
-    from verl_engine.engine.device import Device
     from verl_engine.engine.weights.engine_weights import EngineWeights
 
 PARTS: Final = ("parameters", "gradients", "optimizer")

@@ -1,7 +1,5 @@
 """Per-token numbers that several ranks split among them, brought together with the right gradient."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,14 +3,9 @@
 Shape legend: T tokens of a micro-batch, M rows of logits.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 
-if TYPE_CHECKING:
-    from verl_engine.batch.packed import PackedBatch
+from verl_engine.batch.packed import PackedBatch
 
 Temperature = float | torch.Tensor
 """One number, or [T] float32: at index t that of the distribution which token t is drawn from."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+from verl_engine.contract.backend import BackendSpec
 from verl_engine.contract.errors import HookError
 from verl_engine.contract.kinds import BACKEND
+from verl_engine.contract.optimizer_step import OptimizerStep
 from verl_engine.host.backend_spec import check_backend_spec, declared_patches
 from verl_engine.host.direct_call import positional_call
 from verl_engine.host.loading import find_plugin, load_entry
@@ -20,13 +24,9 @@ from verl_engine.patching.guard import Preparation, prepare, require_preparation
 from verl_engine.patching.import_recorder import record_imports
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from verl_engine.contract.backend import BackendSpec
     from verl_engine.contract.engine_config import EngineConfig
-    from verl_engine.contract.optimizer_step import OptimizerStep
     from verl_engine.engine.base import Engine
     from verl_engine.engine.snapshots.weight_snapshot import WeightSnapshot
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from verl_engine.contract.backend import DeclaredPatch
+from verl_engine.contract.backend import BackendSpec, DeclaredPatch
 from verl_engine.contract.errors import EngineError, HookError, PatchError
 from verl_engine.patching.target import Target
 
 if TYPE_CHECKING:
-    from verl_engine.contract.backend import BackendSpec
     from verl_engine.contract.engine_config import EngineConfig
 
 

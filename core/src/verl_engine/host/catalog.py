@@ -1,19 +1,14 @@
 """List plugins by their metadata: nothing of theirs is imported."""
 
-from __future__ import annotations
-
 from collections import Counter
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from verl_engine.contract.kinds import BACKEND
+from verl_engine.contract.kinds import BACKEND, KindSpec
 from verl_engine.contract.names import DEVICE_KEYWORD, MODULE_KEYWORD
 from verl_engine.host.distributions import Distribution, installed_distributions
 from verl_engine.host.install_hints import pip_install
 from verl_engine.host.requirements import missing_requirements
-
-if TYPE_CHECKING:
-    from verl_engine.contract.kinds import KindSpec
 
 
 class PluginEntry(NamedTuple):

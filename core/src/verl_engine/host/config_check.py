@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin
 
 from verl_engine.contract.errors import HookError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from pydantic import BaseModel
     from pydantic.fields import FieldInfo
 

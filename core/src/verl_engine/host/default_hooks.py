@@ -6,15 +6,15 @@ one implementation. A second one would be called where the first returns None, a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from verl_engine.contract.markers import hookimpl
+from verl_engine.contract.optimizer_step import OptimizerStep
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from verl_engine.contract.optimizer_step import OptimizerStep
     from verl_engine.engine.base import Engine
     from verl_engine.engine.snapshots.weight_snapshot import WeightSnapshot
 

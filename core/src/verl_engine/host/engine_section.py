@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from verl_engine.contract.backend import BackendSpec
 from verl_engine.contract.errors import ConfigError
-from verl_engine.contract.kinds import BACKEND
+from verl_engine.contract.kinds import BACKEND, KindSpec
 from verl_engine.contract.validation import validate
 from verl_engine.host.backend_host import BackendHost
 from verl_engine.host.catalog import list_plugins
@@ -14,9 +15,7 @@ from verl_engine.host.install_hints import pip_install
 from verl_engine.host.observers import check_observers
 
 if TYPE_CHECKING:
-    from verl_engine.contract.backend import BackendSpec
     from verl_engine.contract.engine_config import EngineConfig
-    from verl_engine.contract.kinds import KindSpec
 
 
 class EngineSection(NamedTuple):

@@ -1,15 +1,11 @@
 """The commands in messages that install something, and that work where this core came from."""
 
-from __future__ import annotations
-
 import os
 import re
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterable
+from typing import Final
 
 from verl_engine.host.distributions import installed_distributions, normalize_name
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _OURS: Final = re.compile(r"(?P<name>verl-[a-z-]+)(?P<extras>\[[^\]]*\])?(?P<versions>[^;@]*)")
 

@@ -1,7 +1,5 @@
 """The kinds of plugins that there are: the core's own, and those that packages bring."""
 
-from __future__ import annotations
-
 from verl_engine.contract.errors import HookError, PluginError
 from verl_engine.contract.kinds import CORE_KINDS, KIND, KindSpec
 from verl_engine.host.catalog import list_plugins

@@ -1,22 +1,16 @@
 """Load one plugin of any kind by name. Each way in which that can fail is an error of its own."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from verl_engine.contract.errors import DuplicatePluginError, PluginImportError, UnknownPluginError
+from verl_engine.contract.kinds import KindSpec
 from verl_engine.host.catalog import PluginEntry, list_plugins
 from verl_engine.host.distributions import installed_distributions
 from verl_engine.host.install_hints import missing_line, pip_install
 from verl_engine.host.rollback import forgetting_on_failure
 from verl_engine.host.spec_check import check_api_version, checked_spec
-
-if TYPE_CHECKING:
-    from typing import Any
-
-    from verl_engine.contract.kinds import KindSpec
 
 
 class LoadedPlugin(NamedTuple):

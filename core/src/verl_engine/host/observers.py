@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from verl_engine.contract.errors import HookError
@@ -10,8 +11,6 @@ from verl_engine.host.loading import find_plugin, load_entry
 from verl_engine.host.rollback import forgetting_on_failure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     import pluggy
 
 

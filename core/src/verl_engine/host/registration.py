@@ -1,26 +1,19 @@
 """Register plugins with pluggy, wholly or not at all, and explain what does not fit."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pluggy
 
 from verl_engine.contract import hookspecs
+from verl_engine.contract.backend import BackendSpec
 from verl_engine.contract.errors import HookError
 from verl_engine.contract.names import PROJECT_NAME
 from verl_engine.host.default_hooks import DEFAULT_HOOKS
-from verl_engine.host.observers import check_only_wraps
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from verl_engine.contract.backend import BackendSpec
-    from verl_engine.host.observers import Observer
+from verl_engine.host.observers import Observer, check_only_wraps
 
 
 def new_manager() -> pluggy.PluginManager:

@@ -4,18 +4,11 @@ The ``packaging`` library decides; but importing it takes longer than all the re
 requirements such as ``torch>=2.5,<3`` are compared here.
 """
 
-from __future__ import annotations
-
 import operator
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
 
-from verl_engine.host.distributions import normalize_name
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from verl_engine.host.distributions import Distribution
+from verl_engine.host.distributions import Distribution, normalize_name
 
 _PLAIN = re.compile(
     r"(?P<name>[A-Za-z0-9][\w.-]*)\s*(?:\[(?P<extras>[\w\s,.-]*)\])?\s*\(?(?P<specifiers>(?:[<>=!]=?\s*[\d.]+(?:\s*,\s*)?)*)\)?"

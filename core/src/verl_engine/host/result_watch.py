@@ -1,15 +1,10 @@
 """Which of the plugins around a hook took its result away."""
 
-from __future__ import annotations
+from collections.abc import Callable, Generator
 
-from typing import TYPE_CHECKING
+import pluggy
 
 from verl_engine.contract.markers import hookimpl
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
-
-    import pluggy
 
 
 class ResultWatch:

@@ -1,16 +1,11 @@
 """Undo the imports of a plugin that turned out not to be usable."""
 
-from __future__ import annotations
-
 import importlib
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from verl_engine.patching.import_recorder import is_within
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @contextmanager

@@ -1,16 +1,12 @@
 """Check what a plugin says of itself, before anything of it runs."""
 
-from __future__ import annotations
-
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl_engine.contract.errors import HookError, PluginApiVersionError
+from verl_engine.contract.kinds import KindSpec
 from verl_engine.host.config_check import check_config_class
 from verl_engine.host.install_hints import pip_install
-
-if TYPE_CHECKING:
-    from verl_engine.contract.kinds import KindSpec
 
 
 def check_api_version(kind: KindSpec, subject: str, version: int, distribution: str = "") -> None:

@@ -4,20 +4,16 @@ One finder in front of ``sys.meta_path`` waits for the modules by name. It stays
 first import: a reload, or a second import after a failed one, makes the module anew and undoes what was done to it.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Literal
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, Literal
 
 from verl_engine.contract.errors import PatchError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from importlib.machinery import ModuleSpec
-    from types import ModuleType
 
 How = Literal["preparation", "first import"]
 BEFORE, PATCH, AFTER = range(3)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
 from verl_engine.contract.errors import ImportOrderError, PatchError, PreparationConflictError
@@ -18,9 +20,6 @@ from verl_engine.patching.references import find_references, inner_function
 from verl_engine.patching.target import ABSENT, Target
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from types import ModuleType
-
     from verl_engine.contract.backend import BackendSpec, DeclaredPatch
     from verl_engine.contract.engine_config import EngineConfig
 

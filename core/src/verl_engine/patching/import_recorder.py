@@ -1,17 +1,13 @@
 """Who imported a module: seen from the moment a backend is loaded that must precede it; before, only who holds it."""
 
-from __future__ import annotations
-
 import os
 import sys
+from collections.abc import Iterable
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from verl_engine.patching.first_import import owner
 from verl_engine.patching.references import stored_names
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _MACHINERY: Final = ("importlib", "_frozen_importlib", "verl_engine.patching.")
 """How the names of modules begin whose code only hands an import on."""

@@ -3,21 +3,17 @@
 `patch` is the way for backends whose patches are their own. Whatever backends declare is recorded, however they do it.
 """
 
-from __future__ import annotations
-
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from types import ModuleType
+from typing import Any, Final
 
 from verl_engine.contract.errors import PatchError
 from verl_engine.patching.first_import import How, owner, patch_on_import
 from verl_engine.patching.references import find_references
 from verl_engine.patching.target import ABSENT, Target, short_repr
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import ModuleType
 
 _NOBODY: Final = "code outside of any preparation"
 

@@ -7,19 +7,15 @@ is not looked at: a replacement often is a subclass itself. Flags such as ``True
 have no references; nor has a module: code that imports it holds it on purpose.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from verl_engine.contract.errors import PatchError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 _PLAIN: Final = frozenset({type(None), bool, int, float, complex, str, bytes})
 """Most names hold one of these; they hold nothing."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Final, NamedTuple
 
 from verl_engine.contract.errors import PatchError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from types import ModuleType
 
 ABSENT: Final = object()
 """Stands for a name that is not there."""

@@ -4,17 +4,13 @@ It is a transformers class of a model type that importing this module registers,
 transformers' Auto classes can load it.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from verl_engine.testing.tiny_models import tiny_config
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 class BufferedConfig(Qwen3Config):

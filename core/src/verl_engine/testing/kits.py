@@ -1,11 +1,7 @@
 """What a kit is: it proves plugins of one kind, and ``verl-engine check`` runs it."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 
 class Kit(Protocol):

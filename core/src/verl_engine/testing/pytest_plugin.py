@@ -3,18 +3,11 @@
 Imports no torch; ranks are started when a test first asks for some.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 
-from verl_engine.testing.rank_pools import RankPools
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from verl_engine.testing.rank_pools import OnRanks
+from verl_engine.testing.rank_pools import OnRanks, RankPools
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

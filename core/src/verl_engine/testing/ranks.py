@@ -1,13 +1,9 @@
 """Run a function on several gloo ranks of this machine, and report the failure that came first."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 from verl_engine.testing.rank_pool import RankError, RankPool
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["RankError", "run_ranks"]
 

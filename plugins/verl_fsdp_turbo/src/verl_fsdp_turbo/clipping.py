@@ -4,12 +4,11 @@ It sums squares over one group only, that of the last parameter: right where all
 and nowhere else. `verl_fsdp.update.grad_norm` is right everywhere.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import math
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -17,9 +16,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from verl_fsdp.update.grad_norm import clip_gradients
 from verl_fsdp_turbo.install_steps import MODULE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _LOG: Final = logging.getLogger(__name__)
 

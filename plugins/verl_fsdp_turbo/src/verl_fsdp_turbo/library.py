@@ -9,15 +9,13 @@ import dataclasses
 import importlib
 import importlib.util
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from types import ModuleType
+from typing import Any, Final
 
 from verl_engine.contract.errors import ConfigError, PluginError, PluginImportError
 from verl_fsdp_turbo.install_steps import INSTALL, MODULE, WITHOUT_PIP
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from types import ModuleType
 
 _LOG: Final = logging.getLogger(__name__)
 _SECTIONS: Final = {

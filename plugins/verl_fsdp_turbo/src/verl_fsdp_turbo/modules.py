@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +14,6 @@ from verl_fsdp_turbo.library_config import EACH_LAYER
 from verl_fsdp_turbo.patterns import closest, matches
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from transformers import PreTrainedModel
 
 _FEWEST_EXPERTS = 2

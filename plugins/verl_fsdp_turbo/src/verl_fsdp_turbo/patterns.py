@@ -3,16 +3,12 @@
 ``{*}`` stands for digits, ``{a-b}`` for a number from a to b, ``*`` for anything, ``?`` for one character.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
-from typing import TYPE_CHECKING, Annotated, Final
+from collections.abc import Iterable
+from typing import Annotated, Final
 
 from pydantic import AfterValidator
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _BRACES: Final = re.compile(r"\{([^}]*)\}")
 _RANGE: Final = re.compile(r"(\d+)-(\d+)")

@@ -13,17 +13,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
-from verl_engine.batch.packed import SegmentRun
+from verl_engine.batch.packed import PackedBatch, SegmentRun
 from verl_engine.contract.bounded import divisors
 from verl_engine.contract.errors import ModelError
 from verl_fsdp.forward.micro_batch import ModelRun, padded
 from verl_fsdp.forward.sequence_parallel import slice_tokens
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from verl_engine.batch.packed import PackedBatch
     from verl_fsdp_turbo.config import FsdpTurboConfig
 
 

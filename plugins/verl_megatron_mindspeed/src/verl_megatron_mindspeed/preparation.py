@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from verl_engine.contract.errors import ConfigError
+from verl_megatron_mindspeed.config import MegatronConfig
 from verl_megatron_mindspeed.mindspeed_config import MindSpeedConfig
 
 if TYPE_CHECKING:
     from verl_engine.contract.backend import DeclaredPatch
-    from verl_megatron_mindspeed.config import MegatronConfig
 
 SETTINGS: Final = ("device", "mindspeed")
 """Fields of the config that preparation reads: engines of one process must agree on them."""

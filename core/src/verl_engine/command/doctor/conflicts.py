@@ -1,21 +1,14 @@
 """Distributions that do not go together."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from verl_engine.command.doctor.findings import Finding
+from verl_engine.host.distributions import Distribution
 from verl_engine.host.requirements import missing_requirements
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from packaging.specifiers import SpecifierSet
-
-    from verl_engine.host.distributions import Distribution
 
 TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 """Built for one version of torch; importing them beside another fails, and transformers imports them where it can."""

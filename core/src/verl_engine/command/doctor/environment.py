@@ -1,14 +1,10 @@
 """Environment variables that change how training runs, with a hint where a value is unusual."""
 
-from __future__ import annotations
-
 import os
 import socket
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple
 
 
 class Situation(NamedTuple):

@@ -1,10 +1,9 @@
 """All that the doctor finds, as plain data."""
 
-from __future__ import annotations
-
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl_engine.command.doctor.conflicts import find_conflicts
 from verl_engine.command.doctor.environment import Situation, Variable, read_environment
@@ -14,12 +13,8 @@ from verl_engine.command.doctor.metadata import unreadable_metadata
 from verl_engine.command.doctor.patch_report import PatchReport, describe_patches
 from verl_engine.command.doctor.plugins import inspect_backend, list_all, plugin_findings
 from verl_engine.contract.kinds import BACKEND
+from verl_engine.host.catalog import PluginEntry
 from verl_engine.host.distributions import installed_distributions
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from verl_engine.host.catalog import PluginEntry
 
 
 @dataclass(frozen=True, slots=True)

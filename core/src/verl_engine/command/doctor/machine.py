@@ -1,22 +1,17 @@
 """Python, the machine, and what torch finds on it. Torch is imported in its own process: it may be slow, or crash."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from verl_engine.command.doctor.findings import Finding
+from verl_engine.host.distributions import Distribution
 from verl_engine.host.install_hints import pip_install
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from verl_engine.host.distributions import Distribution
 
 PACKAGES: Final = (
     "verl-engine-core",

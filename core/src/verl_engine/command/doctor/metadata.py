@@ -1,7 +1,5 @@
 """Installed distributions whose metadata cannot be read: they break what reads all of them, as torch does."""
 
-from __future__ import annotations
-
 from importlib.metadata import Distribution, distributions
 
 from verl_engine.command.doctor.findings import Finding

@@ -3,24 +3,20 @@
 ``python -m verl_engine.command.doctor.patch_report NAME JSON`` is that process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl_engine.contract.errors import EngineError
 from verl_engine.contract.validation import validate
 from verl_engine.host.backend_host import BackendHost
 from verl_engine.patching.first_import import waiting_modules
 from verl_engine.patching.patches import PatchRecord, records
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 @dataclass(frozen=True, slots=True)

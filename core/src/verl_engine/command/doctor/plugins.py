@@ -1,23 +1,16 @@
 """What is wrong with the installed plugins of each kind, and what fixes it."""
 
-from __future__ import annotations
-
 import sys
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal
 
 from verl_engine.command.doctor.findings import Finding
 from verl_engine.contract.errors import PluginError
 from verl_engine.contract.kinds import BACKEND
 from verl_engine.host.backend_host import BackendHost
-from verl_engine.host.catalog import list_plugins
-from verl_engine.host.distributions import normalize_name
+from verl_engine.host.catalog import PluginEntry, list_plugins
+from verl_engine.host.distributions import Distribution, normalize_name
 from verl_engine.host.kinds import all_kinds
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
-    from verl_engine.host.catalog import PluginEntry
-    from verl_engine.host.distributions import Distribution
 
 
 def list_all(backend: str | None) -> list[PluginEntry]:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+from verl_engine.command.doctor.findings import Finding
+from verl_engine.host.catalog import PluginEntry
 
+if TYPE_CHECKING:
     from verl_engine.command.doctor.examination import Examination
-    from verl_engine.command.doctor.findings import Finding
     from verl_engine.command.doctor.patch_report import PatchReport
-    from verl_engine.host.catalog import PluginEntry
 
 _STYLES = {"error": "bold red", "warning": "yellow"}
 

@@ -4,20 +4,16 @@ Imports no torch. A core computes SHA-256 at 1 to 2 GB/s. Each rank does so for 
 at a load for its part of all files.
 """
 
-from __future__ import annotations
-
 import hashlib
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 from pydantic import AfterValidator, NonNegativeInt, StringConstraints
 
 from verl_engine.contract.errors import WeightsError
 from verl_engine.contract.strict_model import StrictModel
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 _ALGORITHM: Final = "sha256"
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]

@@ -1,13 +1,13 @@
 """A checkpoint as a Hugging Face folder, on one process and with bounded memory; adapters are merged in."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -20,10 +20,6 @@ from verl_engine.engine.weights.held_dtypes import cast_dtype
 from verl_engine.engine.weights.model_files import CONFIG, ModelFiles, saved_config
 from verl_engine.engine.weights.model_folder import main_dtype
 from verl_engine.engine.weights.module_weights import LowRank, merged
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from pathlib import Path
 
 SHARD_BYTES: Final = 2 * 1024**3
 _BASE: Final = ".base_layer."

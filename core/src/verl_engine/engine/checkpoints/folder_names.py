@@ -3,19 +3,15 @@
 Rollout engines and other tools read the folders' names, as ``save_pretrained`` writes them.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 
 from verl_engine.engine.weights.held_dtypes import held_dtypes
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 _log: Final = logging.getLogger(__name__)
 

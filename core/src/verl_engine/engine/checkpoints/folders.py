@@ -5,8 +5,6 @@ being written or deleted has a hidden name. So a process that is killed at any m
 hidden remains, nothing else.
 """
 
-from __future__ import annotations
-
 import fcntl
 import operator
 import os

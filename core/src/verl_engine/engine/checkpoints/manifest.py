@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from collections.abc import Container
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
     Field,
@@ -22,10 +24,6 @@ from verl_engine.contract.strict_model import StrictModel
 from verl_engine.engine.checkpoints.digests import FileName, SavedFile, digest_text, require_intact, short_file
 from verl_engine.engine.checkpoints.folders import MANIFEST, named_step, names_in, require_whole, write_file
 from verl_engine.engine.weights.model_files import side_files
-
-if TYPE_CHECKING:
-    from collections.abc import Container
-    from pathlib import Path
 
 _log: Final = logging.getLogger(__name__)
 FORMAT_VERSION: Final = 2

@@ -1,9 +1,8 @@
 """The state of an engine over one torch module, plain or sharded, for torch's distributed checkpoints."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator
+from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint.state_dict import (
@@ -13,9 +12,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _WRAPPERS: Final = re.compile(r"_(checkpoint_wrapped_module|fsdp_wrapped_module|orig_mod)\.")
 """What wrappers put into names; torch takes it out of those of parameters and persistent buffers."""

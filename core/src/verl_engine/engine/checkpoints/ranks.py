@@ -1,7 +1,5 @@
 """How the ranks of a world talk about a checkpoint, beside the collectives of training; waits name who is stuck."""
 
-from __future__ import annotations
-
 import datetime
 import re
 from typing import Any, Final, TypeVar

@@ -1,22 +1,16 @@
 """Reads a checkpoint into a state of the same structure, after making sure that it fits: nothing is half loaded."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from verl_engine.contract.errors import WeightsError
 from verl_engine.engine.checkpoints.folders import require_whole
 from verl_engine.engine.checkpoints.writer import WEIGHTS, missing_part
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch.distributed.checkpoint.metadata import Metadata
 
 _MAY_BE_MISSING: Final = ("buffers", "loss_scaler")
 """Parts that stay as they are where a checkpoint lacks them: it may come from an engine without them."""

@@ -1,15 +1,12 @@
 """The random number generators of a process: their state, and seeding them anew."""
 
-from __future__ import annotations
-
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from verl_engine.engine.device import Device
+from verl_engine.engine.device import Device
 
 
 def rng_state(device: Device) -> dict[str, Any]:

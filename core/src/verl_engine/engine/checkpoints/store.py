@@ -4,18 +4,20 @@ A checkpoint is written in the background from a copy of the state, by torch's d
 ranks may read it. It appears under its name only when it is whole.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from pathlib import Path
+from typing import Any, Final, TypeVar
 
+from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.errors import EngineError, StuckError, WeightsError
 from verl_engine.contract.kinds import BACKEND
+from verl_engine.engine.base import Engine
 from verl_engine.engine.checkpoints import folders
 from verl_engine.engine.checkpoints.digests import describe_files
 from verl_engine.engine.checkpoints.manifest import (
@@ -28,16 +30,14 @@ from verl_engine.engine.checkpoints.manifest import (
 from verl_engine.engine.checkpoints.ranks import CheckpointRanks
 from verl_engine.engine.checkpoints.reader import CheckpointReader
 from verl_engine.engine.checkpoints.rng_state import restore_rng, rng_state, seed_anew
-from verl_engine.engine.checkpoints.writer import CheckpointWriter, StagingMemory, plan_checkpoint, saved_weights
+from verl_engine.engine.checkpoints.writer import (
+    CheckpointPlanner,
+    CheckpointWriter,
+    StagingMemory,
+    plan_checkpoint,
+    saved_weights,
+)
 from verl_engine.host.catalog import origin_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from verl_engine.contract.engine_config import EngineConfig
-    from verl_engine.engine.base import Engine
-    from verl_engine.engine.checkpoints.writer import CheckpointPlanner
 
 Result = TypeVar("Result")
 _log: Final = logging.getLogger(__name__)

@@ -1,31 +1,24 @@
 """Writes one checkpoint: its plan is made of the live state, its content may be a copy that training cannot reach."""
 
-from __future__ import annotations
-
 import copy
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
 from verl_engine.contract.errors import WeightsError
 from verl_engine.engine.checkpoints.digests import SavedFile, describe_files, short_file
 from verl_engine.engine.checkpoints.manifest import SavedWeight
+from verl_engine.engine.checkpoints.ranks import CheckpointRanks
 from verl_engine.engine.weights.tensor_shards import TensorShards
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
-    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-    from torch.distributed.checkpoint.planner import SavePlan
-    from torch.distributed.checkpoint.storage import WriteResult
-
-    from verl_engine.engine.checkpoints.ranks import CheckpointRanks
 
 WEIGHTS: Final = "model."
 """What the keys of weights begin with."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _ALIGNMENT: Final = 64
 """Bytes: a cache line, and more than any dtype or vector instruction asks for."""

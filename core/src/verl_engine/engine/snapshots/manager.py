@@ -5,18 +5,17 @@ Each rank keeps its own shards. Storage is the snapshot's own, made once and reu
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from verl_engine.contract.errors import WeightsError
+from verl_engine.engine.base import Engine
 from verl_engine.engine.snapshots.memory import SnapshotKind, SnapshotMemory
+from verl_engine.engine.snapshots.shared import SnapshotHandle
 from verl_engine.engine.snapshots.weight_snapshot import WeightSnapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from verl_engine.engine.base import Engine
-    from verl_engine.engine.snapshots.shared import SnapshotHandle
     from verl_engine.host.backend_host import BackendHost
 
 

@@ -1,17 +1,13 @@
 """The memory of a rank's snapshots: slots that are made once, reused, and kept under one limit."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from verl_engine.contract.choices import require_choice
 from verl_engine.contract.errors import WeightsError
 from verl_engine.engine.device import Device
+from verl_engine.engine.snapshots.layout import Layout
 from verl_engine.engine.snapshots.shared import SharedSlot
 from verl_engine.engine.snapshots.slot import PrivateSlot, Slot
-
-if TYPE_CHECKING:
-    from verl_engine.engine.snapshots.layout import Layout
 
 SnapshotKind = Literal["private", "shared"]
 """See ``engine.snapshot_memory``."""

@@ -6,26 +6,20 @@ once more and begins to save again, which the reader can see afterwards: with a 
 training.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from verl_engine.contract.errors import WeightsError
-from verl_engine.engine.snapshots.layout import weights_checksum
+from verl_engine.engine.snapshots.layout import Layout, weights_checksum
 from verl_engine.engine.snapshots.shared_file import SharedFile
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from verl_engine.engine.snapshots.layout import Layout
 
 _HEADER_BYTES: Final = 4096
 _MAGIC: Final = 0x76657267_736E6170

@@ -1,7 +1,5 @@
 """Files in shared memory: their owner removes them; if it was killed, the next owner does."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import secrets

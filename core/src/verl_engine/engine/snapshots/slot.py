@@ -1,17 +1,13 @@
 """A flat buffer for the weights of one rank, in this process's own memory."""
 
-from __future__ import annotations
-
 import mmap
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 import torch
 
 from verl_engine.contract.errors import WeightsError
-
-if TYPE_CHECKING:
-    from verl_engine.engine.snapshots.layout import Layout
+from verl_engine.engine.snapshots.layout import Layout
 
 _HUGE_PAGES: Final[int | None] = getattr(mmap, "MADV_HUGEPAGE", None)
 

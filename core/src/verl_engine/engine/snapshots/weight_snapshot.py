@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -11,13 +12,8 @@ from verl_engine.contract.choices import require_choice
 from verl_engine.contract.errors import WeightsError
 from verl_engine.engine.snapshots.layout import Layout, spread_sample, weights_checksum
 from verl_engine.engine.snapshots.memory import SnapshotKind, SnapshotMemory
-from verl_engine.engine.snapshots.shared import SharedSlot
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from verl_engine.engine.snapshots.shared import SnapshotHandle
-    from verl_engine.engine.snapshots.slot import Slot
+from verl_engine.engine.snapshots.shared import SharedSlot, SnapshotHandle
+from verl_engine.engine.snapshots.slot import Slot
 
 
 class _Source(NamedTuple):

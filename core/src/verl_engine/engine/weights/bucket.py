@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -17,15 +18,12 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from verl_engine.contract.errors import WeightsError
+from verl_engine.engine.base import Engine, WeightSpec
 from verl_engine.engine.weights.held_dtypes import cast_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     import numpy as np
     import numpy.typing as npt
-
-    from verl_engine.engine.base import Engine, WeightSpec
 
 _ALIGNMENT: Final = 64
 """Bytes; a cache line, and a multiple of every dtype's size."""

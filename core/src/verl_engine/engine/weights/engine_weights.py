@@ -1,20 +1,15 @@
 """How an engine over one torch module reaches its weights and its optimizer's state."""
 
-from __future__ import annotations
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
+import torch
 
+from verl_engine.engine.base import WeightShard
 from verl_engine.engine.checkpoints.module import load_module_state, module_state
 from verl_engine.engine.offload import apply_to_module
 from verl_engine.engine.weights import module_weights
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    import torch
-
-    from verl_engine.engine.base import WeightShard
-    from verl_engine.engine.weights.module_weights import Exported
+from verl_engine.engine.weights.module_weights import Exported
 
 
 class EngineWeights:

@@ -3,16 +3,12 @@
 Such as the bias that corrects a router's choice of experts: rounded, it chooses others.
 """
 
-from __future__ import annotations
-
 import copy
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _NARROW = (torch.bfloat16, torch.float16)
 

@@ -3,11 +3,11 @@
 Shape legend: O outputs and I inputs of a layer, R the rank of an adapter.
 """
 
-from __future__ import annotations
-
 import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,6 @@ from verl_engine.contract.errors import UnsupportedError, WeightsError
 from verl_engine.engine.base import WeightShard, WeightSpec
 from verl_engine.engine.weights.incoming import paired_shards, paired_weights
 from verl_engine.engine.weights.shards import offsets_and_shape, replicas_of, shard_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,7 @@
 """Sharded weights: where each rank's shard lies, which ranks hold it, and full weights from all ranks' shards."""
 
-from __future__ import annotations
-
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -11,11 +9,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from verl_engine.contract.errors import UnsupportedError, WeightsError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from verl_engine.engine.base import WeightShard, WeightSpec
+from verl_engine.engine.base import WeightShard, WeightSpec
 
 
 def offsets_and_shape(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -10,8 +10,6 @@ As a command: ``verl-engine check NAME``. In a backend's own tests:
         settings = {"fused": True}  # further fields of the engine section, if any
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:

@@ -1,15 +1,11 @@
 """What a check is, and what comes of one. Imports no torch: checks of import hygiene use it too."""
 
-from __future__ import annotations
-
 import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from verl_engine.contract.backend import FEATURES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 Place = Literal["fresh process", "one rank", "all ranks"]
 

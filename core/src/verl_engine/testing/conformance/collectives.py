@@ -1,16 +1,12 @@
 """Count the collectives that add something up over data-parallel ranks, whoever calls them."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class ReductionCounter(TorchDispatchMode):

@@ -11,14 +11,13 @@ from pydantic import ValidationError
 from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.errors import ConfigError, ModelError
 from verl_engine.contract.validation import validate
+from verl_engine.engine.token_output import TokenOutput
 from verl_engine.host.backend_host import BackendHost
-from verl_engine.testing.conformance.check import Check, all_ranks, fresh_process, require
+from verl_engine.testing.conformance.check import Check, Subject, all_ranks, fresh_process, require
 
 if TYPE_CHECKING:
     from verl_engine.batch.packed import PackedBatch
-    from verl_engine.engine.token_output import TokenOutput
     from verl_engine.testing.conformance.bench import Bench
-    from verl_engine.testing.conformance.check import Subject
 
 WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     ({"no_such_field": 1}, "engine.no_such_field"),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from verl_engine.batch.sequence import Sequence
 from verl_engine.contract.errors import BatchError
 from verl_engine.testing.conformance.check import Check, all_ranks
 from verl_engine.testing.conformance.reference import make_sequences
 
 if TYPE_CHECKING:
-    from verl_engine.batch.sequence import Sequence
     from verl_engine.testing.conformance.bench import Bench
     from verl_engine.testing.conformance.driver import Driver
 

@@ -8,12 +8,12 @@ import os
 import subprocess
 import sys
 import traceback
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from verl_engine.testing.conformance.check import SkipCheckError, Subject
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 _MARK = "verl-engine-conformance:"

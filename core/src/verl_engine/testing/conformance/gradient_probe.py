@@ -6,24 +6,18 @@ that rounding, so the difference divided by K gives g back with a relative error
 anything for it, and what is looked at is what training would use.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+import torch
+
+from verl_engine.batch.sequence import Sequence
+from verl_engine.engine.base import LossFn
+from verl_engine.engine.train_step import Normalizer, StepReport
 from verl_engine.testing.conformance.check import require
-from verl_engine.testing.conformance.driver import differences, same
+from verl_engine.testing.conformance.driver import Driver, differences, same
 from verl_engine.testing.conformance.reference import weighted_loss
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    import torch
-
-    from verl_engine.batch.sequence import Sequence
-    from verl_engine.engine.base import LossFn
-    from verl_engine.engine.train_step import Normalizer, StepReport
-    from verl_engine.testing.conformance.driver import Driver
 
 _EPS: Final = 1e8
 _FACTOR: Final = 1e6

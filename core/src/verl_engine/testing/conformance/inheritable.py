@@ -1,18 +1,13 @@
 """The kit as a pytest class. Needs pytest; nothing else of the kit does."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import pytest
 
 from verl_engine.testing.conformance.catalogue import all_checks
+from verl_engine.testing.conformance.check import Check
 from verl_engine.testing.conformance.kit import ConformanceKit
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from verl_engine.testing.conformance.check import Check
 
 
 class EngineConformance:

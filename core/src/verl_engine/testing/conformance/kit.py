@@ -1,32 +1,28 @@
 """Runs checks on an installed backend."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
+from verl_engine.contract.backend import BackendSpec
 from verl_engine.contract.errors import ConfigError, PluginError, UnknownPluginError
 from verl_engine.contract.kinds import BACKEND
 from verl_engine.contract.validation import validate
 from verl_engine.host.backend_host import BackendHost
 from verl_engine.host.loading import find_plugin
-from verl_engine.testing.conformance.check import Check, Outcome, SkipCheckError, Subject
+from verl_engine.testing.conformance.check import Check, Outcome, Phase, SkipCheckError, Subject
 from verl_engine.testing.conformance.fresh import FreshProcessError, run_fresh
 from verl_engine.testing.conformance.on_rank import prepare_rank, run_on_rank
 from verl_engine.testing.rank_pool import RankError, RankPool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from types import TracebackType
-
-    from verl_engine.contract.backend import BackendSpec
     from verl_engine.contract.engine_config import EngineConfig
-    from verl_engine.testing.conformance.check import Phase
 
 _MOST_RANKS: Final = 1024
 

@@ -1,10 +1,7 @@
 """Loading and import hygiene. Imports no torch: that is what it looks for."""
 
-from __future__ import annotations
-
 import sys
 from importlib.metadata import requires
-from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -12,10 +9,7 @@ from packaging.utils import canonicalize_name
 from verl_engine.contract.kinds import BACKEND
 from verl_engine.host.backend_host import BackendHost
 from verl_engine.host.catalog import list_plugins
-from verl_engine.testing.conformance.check import Check, fresh_process, require
-
-if TYPE_CHECKING:
-    from verl_engine.testing.conformance.check import Subject
+from verl_engine.testing.conformance.check import Check, Subject, fresh_process, require
 
 HEAVY = ("torch", "torch_npu", "transformers", "ray", "megatron", "mindspeed", "deepspeed", "vllm", "accelerate")
 DEVICES = {"cpu", "cuda", "npu"}

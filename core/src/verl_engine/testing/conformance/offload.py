@@ -1,23 +1,18 @@
 """Moving to the CPU and back: each part alone and all together, between steps and between micro-batches."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 
+from verl_engine.batch.packed import PackedBatch
+from verl_engine.engine.base import Engine, TokenOutput
 from verl_engine.engine.checkpoints.store import CheckpointStore
+from verl_engine.testing.conformance.bench import Bench
 from verl_engine.testing.conformance.check import Check, all_ranks
-from verl_engine.testing.conformance.driver import differences
+from verl_engine.testing.conformance.driver import Driver, differences
 from verl_engine.testing.conformance.reference import make_sequences, weighted_loss
-
-if TYPE_CHECKING:
-    from verl_engine.batch.packed import PackedBatch
-    from verl_engine.engine.base import Engine, TokenOutput
-    from verl_engine.testing.conformance.bench import Bench
-    from verl_engine.testing.conformance.driver import Driver
 
 PARTS: Final = ("parameters", "gradients", "optimizer")
 

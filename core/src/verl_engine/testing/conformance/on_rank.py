@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from verl_engine.contract.validation import validate
 from verl_engine.host.backend_host import BackendHost
+from verl_engine.testing.conformance.check import Subject
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
-
-    from verl_engine.testing.conformance.check import Subject
 
 
 def prepare_rank(subject: Subject) -> None:

@@ -1,25 +1,20 @@
 """Weights out of the engine and into it, full or in shards, under Hugging Face names."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from verl_engine.contract.errors import WeightsError
+from verl_engine.engine.base import WeightShard
 from verl_engine.engine.weights.shards import assemble_weights
+from verl_engine.testing.conformance.bench import Bench
 from verl_engine.testing.conformance.check import Check, all_ranks
 from verl_engine.testing.conformance.driver import differences, same
 from verl_engine.testing.conformance.reference import load_reference, make_sequences
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
-    from verl_engine.engine.base import WeightShard
-    from verl_engine.testing.conformance.bench import Bench
 
 
 def export(bench: Bench) -> None:

@@ -7,22 +7,16 @@ Shape legend: T packed tokens, t those of this rank where several split them (el
 D head dim, S sequences of a run, L their length.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from verl_engine.batch.packed import SegmentRun
 from verl_engine.contract.errors import ModelError
 from verl_fsdp.forward.sequence_parallel import trade_heads_for_tokens, trade_tokens_for_heads
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from verl_engine.batch.packed import SegmentRun
 
 PACKED_ATTENTION: Final = "verl_packed"
 """Name to give as ``attn_implementation``."""

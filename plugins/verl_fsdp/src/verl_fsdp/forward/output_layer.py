@@ -7,14 +7,13 @@ no time, and a model on the meta device will do.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from transformers import PreTrainedModel
 
 Ending = Literal["linear", "per token", "unknown"]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from verl_engine.contract.errors import ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     import torch
     from transformers import PreTrainedModel
 

@@ -11,19 +11,14 @@ this rank; m loss tokens that this rank predicts, H query heads, h = H / P those
 those of this rank, D head dim, F numbers per token.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from verl_engine.batch.packed import SegmentRun
-
-if TYPE_CHECKING:
-    from verl_engine.batch.packed import PackedBatch
+from verl_engine.batch.packed import PackedBatch, SegmentRun
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -19,8 +20,6 @@ from verl_fsdp.update.held_gradients import choose_sync
 from verl_fsdp.update.optimizer import require_entrywise
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from verl_fsdp.config import FsdpConfig
 
 

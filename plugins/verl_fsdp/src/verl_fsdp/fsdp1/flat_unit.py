@@ -4,19 +4,14 @@ All that is private in FSDP1 and concerns where weights lie is read here, and no
 since torch 2.1, and no public one for them.
 """
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,9 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from transformers import PreTrainedModel
 
 from verl_fsdp.fsdp1.passes import initialize
 from verl_fsdp.fsdp1.weight_table import WeightTable
@@ -17,9 +19,6 @@ from verl_fsdp.model.materialize import Materializer
 from verl_fsdp.model.recompute import enable_recompute
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from transformers import PreTrainedModel
-
     from verl_fsdp.config import FsdpConfig
 
 _PREFETCH = {"before": BackwardPrefetch.BACKWARD_PRE, "after": BackwardPrefetch.BACKWARD_POST, "off": None}

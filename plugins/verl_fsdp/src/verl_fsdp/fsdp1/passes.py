@@ -4,22 +4,17 @@ All that is private in FSDP1 and concerns a pass is touched here, and nowhere el
 2.13.
 """
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 from torch.distributed.fsdp._runtime_utils import _lazy_init
 
+from verl_engine.engine.device import Device
 from verl_engine.engine.offload import GradientSlot
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from verl_engine.engine.device import Device
 
 
 def initialize(root: FullyShardedDataParallel) -> None:

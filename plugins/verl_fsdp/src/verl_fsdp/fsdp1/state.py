@@ -6,21 +6,19 @@ own state dicts: they know no DTensors on a single rank, and nothing of paramete
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from verl_engine.contract.errors import UnsupportedError
 from verl_engine.engine.checkpoints.module import fill_state
+from verl_fsdp.fsdp1.flat_unit import FlatMember, FlatUnit
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from verl_fsdp.fsdp1.flat_unit import FlatMember, FlatUnit
     from verl_fsdp.fsdp1.weights import FlatWeights
 
 _OF_THIS_MACHINE: Final = ("params", "foreach", "fused", "capturable")

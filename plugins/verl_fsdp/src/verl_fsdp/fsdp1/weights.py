@@ -3,29 +3,21 @@
 Shape legend: O outputs and I inputs of a layer, R the rank of an adapter.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from verl_engine.engine.base import WeightShard
 from verl_engine.engine.weights.engine_weights import EngineWeights
 from verl_engine.engine.weights.incoming import paired_shards, paired_weights
 from verl_engine.engine.weights.module_weights import Exported, LowRank, merged, own_tensors
 from verl_engine.engine.weights.shards import replicas_of, shared_by
-from verl_fsdp.fsdp1.flat_unit import flat_units
+from verl_fsdp.fsdp1.flat_unit import FlatUnit, flat_units
 from verl_fsdp.fsdp1.state import load_model_state, load_optimizer_state, model_state, optimizer_state
-from verl_fsdp.fsdp1.weight_table import clean_name
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    from verl_fsdp.fsdp1.flat_unit import FlatUnit
-    from verl_fsdp.fsdp1.weight_table import WeightTable
+from verl_fsdp.fsdp1.weight_table import WeightTable, clean_name
 
 
 class FlatWeights(EngineWeights):

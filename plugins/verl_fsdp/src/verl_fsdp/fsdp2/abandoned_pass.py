@@ -1,14 +1,10 @@
 """After an exception in the middle of a forward or backward, fully_shard's bookkeeping is brought back to its start."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
 
 # All of this reads fully_shard's private state: before torch 2.13 there was no public way.
 # ruff: noqa: SLF001

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
 
 from verl_fsdp.model.blocks import blocks, in_sharding_order, outermost
 from verl_fsdp.model.compiled import compile_block
@@ -14,9 +16,6 @@ from verl_fsdp.model.materialize import Materializer
 from verl_fsdp.model.recompute import enable_recompute
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from transformers import PreTrainedModel
-
     from verl_fsdp.config import Fsdp2Config
 
 

@@ -1,18 +1,14 @@
 """Passes under fully_shard: when gradients are reduced, and how they and what was gathered are forgotten."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
 from verl_engine.engine.offload import GradientSlot
 from verl_fsdp.fsdp2.abandoned_pass import groups_of, reset_pass
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class FullyShardedPasses:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -12,8 +13,6 @@ from verl_engine.contract.errors import ConfigError, ModelError
 from verl_fsdp.model.lora import is_adapter_weight
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from transformers import PreTrainedModel
 
     from verl_fsdp.config import TorchSharding

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from collections.abc import Hashable
 from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -12,8 +13,6 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
-
     from transformers import PreTrainedModel
 
 VALUE_HEADS: Final = ("score", "classifier")

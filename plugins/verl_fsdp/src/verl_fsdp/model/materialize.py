@@ -1,9 +1,8 @@
 """Rank 0's model on every rank, module by module: only rank 0 ever holds a full one."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Collection, Iterator, MutableMapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
 import torch
 import torch.distributed as dist
@@ -11,9 +10,6 @@ from torch.distributed.tensor import DTensor
 
 from verl_engine.contract.errors import ModelError
 from verl_engine.engine.weights.shards import offsets_and_shape, shard_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, MutableMapping
 
 Kind = str
 _KINDS: Final = ("parameter", "buffer", "attribute")

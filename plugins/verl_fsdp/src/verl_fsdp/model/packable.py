@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from transformers import PreTrainedModel
 
 from verl_engine.contract.bounded import divisors
 from verl_engine.contract.errors import ModelError
@@ -14,8 +15,6 @@ from verl_fsdp.forward.attention import PACKED_ATTENTION
 from verl_fsdp.model.trial import tell_sequences_apart
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from verl_fsdp.config import ShardedConfig
 
 _LOG = logging.getLogger(__name__)

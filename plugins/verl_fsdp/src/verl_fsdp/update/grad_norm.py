@@ -1,17 +1,12 @@
 """The gradient's norm over all ranks, and clipping by it, whatever meshes the parameters are on."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 def grad_norm(

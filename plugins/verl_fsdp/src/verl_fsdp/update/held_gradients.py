@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Final, Literal
 import torch
 import torch.distributed as dist
 
+from verl_engine.engine.device import Device
+
 if TYPE_CHECKING:
-    from verl_engine.engine.device import Device
     from verl_fsdp.config import ShardedConfig
 
 _LOG: Final = logging.getLogger("verl_fsdp")

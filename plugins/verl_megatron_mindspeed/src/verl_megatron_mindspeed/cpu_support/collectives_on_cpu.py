@@ -3,15 +3,11 @@
 Ranks that split experts' matrices exchange the tokens of their experts, of which each rank has another number.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def __getattr__(name: str) -> Any:

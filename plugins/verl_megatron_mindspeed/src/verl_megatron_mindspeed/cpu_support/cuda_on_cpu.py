@@ -1,14 +1,10 @@
 """``torch.cuda``, as Megatron's modules see it on a CPU: one device, the CPU, which has done all work at once."""
 
-from __future__ import annotations
-
 import contextlib
-from typing import TYPE_CHECKING, Any, Final
+from contextlib import AbstractContextManager
+from typing import Any, Final
 
 import torch
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
 
 
 def __getattr__(name: str) -> Any:

@@ -1,10 +1,9 @@
 """Put the patches in place."""
 
-from __future__ import annotations
-
 import logging
 import warnings
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
 
@@ -19,9 +18,6 @@ from verl_megatron_mindspeed.cpu_support.patch_list import (
     TORCH_PATCHES,
 )
 from verl_megatron_mindspeed.cpu_support.tensors_like_cuda import with_tensors_like_cuda
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _ADVICE_FOR_CUDA: Final = (
     "Transformer Engine and Apex are not installed",

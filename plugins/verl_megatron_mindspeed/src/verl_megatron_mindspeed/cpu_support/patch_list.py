@@ -1,7 +1,5 @@
 """The list: which names of Megatron are replaced on a CPU, and why. Imports neither torch nor Megatron."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from verl_engine.contract.backend import DeclaredPatch

@@ -1,15 +1,11 @@
 """Tensors that behave as on CUDA, for the time of one call: some functions of Megatron ask them what they are."""
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 
 class _TensorsLikeCuda(TorchFunctionMode):

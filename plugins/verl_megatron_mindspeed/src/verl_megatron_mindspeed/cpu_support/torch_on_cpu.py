@@ -5,17 +5,13 @@ This module stands in for ``torch`` under that name in the modules of
 torch's own.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from verl_megatron_mindspeed.cpu_support import collectives_on_cpu as distributed
 from verl_megatron_mindspeed.cpu_support import cuda_on_cpu as cuda
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["arange", "cuda", "distributed", "empty", "full", "ones", "tensor", "zeros"]
 

@@ -6,16 +6,12 @@ graph: what goes wrong on one side is noted, and zeros go to the other. When the
 pipeline tell each other, and raise.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel.schedules import custom_backward
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class Guard:

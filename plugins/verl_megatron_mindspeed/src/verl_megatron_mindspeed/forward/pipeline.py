@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from verl_engine.contract.errors import EngineError
+from verl_engine.engine.metrics import Key
 
 if TYPE_CHECKING:
-    from verl_engine.engine.metrics import Key
     from verl_megatron_mindspeed.parallel import Parallel
 
 

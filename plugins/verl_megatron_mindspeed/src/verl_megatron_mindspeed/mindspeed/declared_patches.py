@@ -1,7 +1,5 @@
 """What preparation declares to the host on an NPU. MindSpeed says itself what else it replaces, once it has."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from verl_engine.contract.backend import DeclaredPatch

@@ -1,18 +1,13 @@
 """MindSpeed's FP8: what it needs, and its cache of weights, which is told here of changes besides optimizer steps."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from verl_engine.contract.errors import ConfigError
-from verl_megatron_mindspeed.mindspeed.packages import MEGATRON_ADAPTOR, version_of
-
-if TYPE_CHECKING:
-    from verl_megatron_mindspeed.mindspeed.packages import AdaptorPackage
+from verl_megatron_mindspeed.mindspeed.packages import MEGATRON_ADAPTOR, AdaptorPackage, version_of
 
 _CACHE: Final = "mindspeed.te.pytorch.fp8.reuse"
 

@@ -1,7 +1,5 @@
 """The packages that patch Megatron for NPUs, and how each is called. Imports none of them."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 from dataclasses import dataclass

@@ -1,17 +1,13 @@
 """What MindSpeed's own registry says: which names it replaced, by what, and what was there before."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl_engine.patching.references import inner_function
 from verl_engine.patching.target import ABSENT, Target
-
-if TYPE_CHECKING:
-    from verl_megatron_mindspeed.mindspeed.packages import AdaptorPackage
+from verl_megatron_mindspeed.mindspeed.packages import AdaptorPackage
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,23 +1,17 @@
 """Whether MindSpeed patched Megatron completely. It gives no error where Megatron was imported too early."""
 
-from __future__ import annotations
-
 import sys
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
 
 from verl_engine.contract.errors import PatchError
 from verl_engine.patching.patches import record_patch
 from verl_engine.patching.target import Target
-from verl_megatron_mindspeed.mindspeed.packages import how_to_install, version_of
+from verl_megatron_mindspeed.mindspeed.packages import AdaptorPackage, how_to_install, version_of
+from verl_megatron_mindspeed.mindspeed.patches import ForeignPatch
 from verl_megatron_mindspeed.mindspeed.stale_names import fix_stale_names
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from verl_megatron_mindspeed.mindspeed.packages import AdaptorPackage
-    from verl_megatron_mindspeed.mindspeed.patches import ForeignPatch
 
 _CONFIG_INIT: Final = Target("megatron.core.transformer.transformer_config", "TransformerConfig.__init__")
 _DECIDE_AT_IMPORT: Final = ("megatron.core.extensions.transformer_engine", "megatron.core.models.gpt.gpt_layer_specs")

@@ -4,22 +4,17 @@ Names that are taken while Megatron is being imported go stale even where MindSp
 patch it. So what can be fixed is, and only the rest is a fault.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from types import FunctionType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from verl_engine.contract.errors import PatchError
 from verl_engine.patching.import_recorder import is_within
 from verl_engine.patching.references import Reference, find_references, inner_function
 from verl_engine.patching.target import ABSENT, Target
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from verl_megatron_mindspeed.mindspeed.patches import ForeignPatch
+from verl_megatron_mindspeed.mindspeed.patches import ForeignPatch
 
 _FRAMEWORK: Final = "megatron"
 _KEEPERS: Final = ("mindspeed", "megatron_adaptor")

@@ -20,15 +20,19 @@ How the schedule must call a chunk (`MegatronModel.chunks`), for micro-batches o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from transformers import PreTrainedConfig
 
 from verl_engine.contract.errors import ConfigError
+from verl_engine.engine.device import Device
 from verl_megatron_mindspeed.model.bridge import make_bridge
 from verl_megatron_mindspeed.model.dropout import reseed_dropout, seed_dropout
 from verl_megatron_mindspeed.model.hf_config import read_hf_config
@@ -36,16 +40,10 @@ from verl_megatron_mindspeed.model.layers import block_spec, takes_local_layers
 from verl_megatron_mindspeed.model.limits import check_model
 from verl_megatron_mindspeed.model.names import fused_name, global_name
 from verl_megatron_mindspeed.model.value_head import HF_NAMES, ValueHead
+from verl_megatron_mindspeed.parallel import Parallel
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from megatron.core.transformer import TransformerConfig
-    from transformers import PreTrainedConfig
-
-    from verl_engine.engine.device import Device
     from verl_megatron_mindspeed.config import MegatronConfig
-    from verl_megatron_mindspeed.parallel import Parallel
 
 _SEED_STRIDE: Final = 100_003
 """Between ranks; Megatron adds up to some thousands for those that split a layer."""

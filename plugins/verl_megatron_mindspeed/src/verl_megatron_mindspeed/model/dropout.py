@@ -1,16 +1,10 @@
 """The random numbers that dropout is drawn from."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.transformer import TransformerConfig
 
-if TYPE_CHECKING:
-    from megatron.core.transformer import TransformerConfig
-
-    from verl_engine.engine.device import Device
+from verl_engine.engine.device import Device
 
 
 def seed_dropout(device: Device, seed: int) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import transformers
+from transformers import PreTrainedConfig
 
 from verl_engine.contract.errors import ModelError
 from verl_engine.contract.model_code import why_not_loaded
@@ -13,8 +14,6 @@ from verl_engine.engine.weights.critic_config import become_critic
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from transformers import PreTrainedConfig
 
     from verl_megatron_mindspeed.config import MegatronConfig
 

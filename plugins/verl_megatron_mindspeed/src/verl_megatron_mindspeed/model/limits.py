@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
+
+from transformers import PreTrainedConfig
 
 from verl_engine.contract.bounded import divisors
 from verl_engine.contract.errors import ConfigError, ModelError
 from verl_megatron_mindspeed.model.hf_config import read_rotary
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from pathlib import Path
-
-    from transformers import PreTrainedConfig
 
     from verl_megatron_mindspeed.config import MegatronConfig
 

@@ -4,21 +4,17 @@ Shape legend: t tokens of this rank, T those of all context-parallel ranks toget
 of this rank, D head dim, S sequences of a run, L their length, l this rank's part of it.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import TransformerConfig
 from torch.nn.functional import scaled_dot_product_attention
 
 from verl_megatron_mindspeed.model.zigzag import gather_sequences, may_see
-
-if TYPE_CHECKING:
-    from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.transformer import TransformerConfig
 
 
 class PackedAttention(torch.nn.Module):

@@ -1,7 +1,5 @@
 """Names of Megatron's weights: those of plain PyTorch layers, and those that mbridge knows."""
 
-from __future__ import annotations
-
 import re
 from typing import Final
 

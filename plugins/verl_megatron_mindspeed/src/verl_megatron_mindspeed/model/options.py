@@ -1,17 +1,13 @@
 """Which fields of Megatron's TransformerConfig ``transformer_options`` may set."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 from megatron.core.transformer import TransformerConfig
 
 from verl_engine.contract.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _OF_MODEL: Final = """
     activation_func activation_func_clamp_value add_bias_linear add_qkv_bias apply_residual_connection_post_layernorm

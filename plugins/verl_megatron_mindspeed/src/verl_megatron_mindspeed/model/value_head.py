@@ -1,16 +1,12 @@
 """What a critic ends in, in place of the output layer."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
+import torch.distributed as dist
 from megatron.core import tensor_parallel
+from megatron.core.transformer import TransformerConfig
 from torch.nn.functional import linear
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-    from megatron.core.transformer import TransformerConfig
 
 HF_NAMES: Final = {"output_layer.weight": "score.weight", "output_layer.bias": "score.bias"}
 """How transformers names the last layer of a model for token classification."""

@@ -7,16 +7,11 @@ Shape legend: t tokens of this rank, T those of all ranks together, K key-value 
 sequence, l this rank's part of it.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from megatron.core import tensor_parallel
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 
 def gather_sequences(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,8 +12,6 @@ from verl_engine.engine.lr_schedule import lr_multiplier
 from verl_engine.engine.weights.tensor_shards import TensorShards
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from verl_megatron_mindspeed.model.build import MegatronModel
     from verl_megatron_mindspeed.update.training import Training
     from verl_megatron_mindspeed.weights.weight_map import WeightMap

@@ -1,19 +1,14 @@
 """The norm of the whole gradient, each element counted once, however many ranks hold it."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from verl_megatron_mindspeed.update.slices import Slice
-    from verl_megatron_mindspeed.weights.places import Place
+from verl_megatron_mindspeed.update.slices import Slice
+from verl_megatron_mindspeed.weights.places import Place
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,13 @@
 """The buffers that gradients are accumulated and reduced in: Megatron's, kept right after a failed pass."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.core.distributed import finalize_model_grads
 
+from verl_engine.engine.device import Device
 from verl_megatron_mindspeed.update.memory import FlatMemory
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from verl_engine.engine.device import Device
 
 
 class Gradients:

@@ -1,13 +1,8 @@
 """Flat buffers of Megatron whose memory can be given back, and taken again without breaking views of them."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 
-if TYPE_CHECKING:
-    from verl_engine.engine.device import Device
+from verl_engine.engine.device import Device
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:

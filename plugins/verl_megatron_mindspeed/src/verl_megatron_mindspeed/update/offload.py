@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from verl_engine.contract.errors import UnsupportedError
+from verl_engine.engine.device import Device
 from verl_megatron_mindspeed.update.memory import FlatMemory, to_host
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from verl_engine.engine.device import Device
     from verl_megatron_mindspeed.model.build import MegatronModel
     from verl_megatron_mindspeed.update.training import Training
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from verl_megatron_mindspeed.update.slices import Slice
 
+if TYPE_CHECKING:
     from verl_megatron_mindspeed.config import MegatronConfig
     from verl_megatron_mindspeed.model.build import MegatronModel
-    from verl_megatron_mindspeed.update.slices import Slice
 
 
 def wrap_chunks(config: MegatronConfig, model: MegatronModel) -> None:

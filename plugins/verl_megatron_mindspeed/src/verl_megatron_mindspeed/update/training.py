@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from verl_engine.contract.optimizer_step import OptimizerStep
+from verl_engine.engine.device import Device
 from verl_engine.engine.loss_scaler import LossScaler
 from verl_engine.engine.lr_schedule import lr_multiplier
+from verl_megatron_mindspeed.parallel import Parallel
 from verl_megatron_mindspeed.update.gradient_norm import GradientNorm
 from verl_megatron_mindspeed.update.gradients import Gradients
 from verl_megatron_mindspeed.update.optimizer import (
@@ -20,16 +23,12 @@ from verl_megatron_mindspeed.update.optimizer import (
     wrap_chunks,
 )
 from verl_megatron_mindspeed.update.slices import Slice, find_slices
+from verl_megatron_mindspeed.weights.pieces import Held
 from verl_megatron_mindspeed.weights.places import find_places
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from verl_engine.engine.device import Device
     from verl_megatron_mindspeed.config import MegatronConfig
     from verl_megatron_mindspeed.model.build import MegatronModel
-    from verl_megatron_mindspeed.parallel import Parallel
-    from verl_megatron_mindspeed.weights.pieces import Held
 
 
 class Training:

@@ -1,15 +1,11 @@
 """Something that every rank does and that may fail on one: then all of them raise, so none waits forever."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from verl_engine.contract.errors import EngineError, ModelError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 Result = TypeVar("Result")
 

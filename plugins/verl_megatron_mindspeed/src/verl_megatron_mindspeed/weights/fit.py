@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Final
 
 from verl_engine.contract.errors import ModelError
 from verl_megatron_mindspeed.weights.folder import WeightFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from collections.abc import Set as AbstractSet
     from pathlib import Path
 
     from verl_engine.engine.base import WeightSpec

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Final
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from safetensors import SafetensorError, safe_open
 
 from verl_engine.contract.errors import ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
     from pathlib import Path
-    from types import TracebackType
-    from typing import Self
 
     import torch
 

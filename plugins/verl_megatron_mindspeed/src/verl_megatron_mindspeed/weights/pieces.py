@@ -6,15 +6,12 @@ query-key-value matrix, one half of a gated matrix, an expert's matrix, or simpl
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 Held = torch.Tensor | tuple[int, torch.Tensor] | None
 """What a rank keeps for a parameter, such as a float32 master: a tensor of its shape, or a flat range of it with the

@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+import torch
+
 from verl_engine.contract.errors import ModelError
 from verl_megatron_mindspeed.weights.pieces import (
     Block,
@@ -22,8 +24,6 @@ from verl_megatron_mindspeed.weights.pieces import (
 )
 
 if TYPE_CHECKING:
-    import torch
-
     from verl_megatron_mindspeed.model.build import MegatronModel
     from verl_megatron_mindspeed.parallel import Parallel
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 
 from verl_engine.contract.errors import WeightsError
 from verl_engine.engine.base import WeightShard, WeightSpec
+from verl_engine.engine.device import Device
 from verl_engine.engine.weights.incoming import paired_shards, paired_weights
 from verl_engine.engine.weights.model_files import ModelFiles
 from verl_engine.engine.weights.module_weights import is_first_rank
@@ -19,17 +22,13 @@ from verl_engine.engine.weights.tensor_shards import TensorShards
 from verl_megatron_mindspeed.weights.agreement import num_ranks, on_all_ranks
 from verl_megatron_mindspeed.weights.fit import missing_weights, report
 from verl_megatron_mindspeed.weights.folder import WeightFolder
+from verl_megatron_mindspeed.weights.pieces import Block, Held
 from verl_megatron_mindspeed.weights.places import blocks_of, find_places
 from verl_megatron_mindspeed.weights.saving import save_pretrained
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from pathlib import Path
-
-    from verl_engine.engine.device import Device
     from verl_megatron_mindspeed.model.build import MegatronModel
     from verl_megatron_mindspeed.parallel import Parallel
-    from verl_megatron_mindspeed.weights.pieces import Block, Held
 
 
 @dataclass(frozen=True, slots=True)

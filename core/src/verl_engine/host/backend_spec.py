@@ -13,11 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_backend_spec(spec: BackendSpec, label: str) -> None:
-    """Check the fields of a SPEC that others than the loader read, before any hook runs.
-
-    Raises:
-        HookError: one is wrong.
-    """
+    """Check the fields of a SPEC that others than the loader read: a HookError before any hook runs."""
     roots: object = spec.must_precede  # a single string would be read letter by letter
     if not (isinstance(roots, tuple) and all(isinstance(root, str) and root for root in roots)):
         raise HookError(f"{label}: SPEC.must_precede={roots!r} must be a tuple of module names, such as ('megatron',)")

@@ -1,7 +1,8 @@
-"""Embedded rollout engine against transformers' generate: tokens per CPU-second, one thread. Last line: a JSON object.
+"""Embedded rollout engine: against transformers' generate, and streaming against batch by batch. Last line: JSON.
 
-Qwen3 with 4 layers and hidden size 256 and random weights; 64 prompts of 16 tokens, 64 new tokens each. Ours gives a
-log-probability for each token; generate is not asked for any.
+Qwen3 with 4 layers and hidden size 256 and random weights, one thread, tokens per CPU-second. 16 and 64 prompts of 16
+tokens, 64 new tokens each: ours gives a log-probability for each token; generate is not asked for any. Then 512 prompts
+with log-normal lengths, the longest ten times the mean.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -26,7 +28,8 @@ from verl_async.rollout.interface import GenerationRequest, SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-BATCH, PROMPT, NEW, VOCABULARY = 64, 16, 64, 1024
+BATCHES, PROMPT, NEW, VOCABULARY = (16, 64), 16, 64, 1024
+REQUESTS, SLOTS, LONGEST = 512, 32, 240
 
 
 def build_model(folder: Path) -> None:
@@ -55,11 +58,11 @@ def cpu_seconds(function: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-def measure(folder: Path, runs: int) -> dict[str, float]:
+def vs_generate(folder: Path, runs: int, batch: int) -> dict[str, float]:
     """Run both in turn, and compare medians."""
     engine = EmbeddedEngine(EmbeddedConfig(device="cpu"), folder)
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
-    prompts = torch.randint(1, VOCABULARY, (BATCH, PROMPT), generator=torch.Generator().manual_seed(1))
+    prompts = torch.randint(1, VOCABULARY, (batch, PROMPT), generator=torch.Generator().manual_seed(1))
     sampling = SamplingParams(max_new_tokens=NEW)
     requests = [GenerationRequest(tuple(row), sampling, (seed,)) for seed, row in enumerate(prompts.tolist())]
 
@@ -76,18 +79,62 @@ def measure(folder: Path, runs: int) -> dict[str, float]:
             min_new_tokens=NEW,
             max_new_tokens=NEW,
         )
-        assert ids.shape == (BATCH, PROMPT + NEW)
+        assert ids.shape == (batch, PROMPT + NEW)
 
-    seconds: dict[str, list[float]] = {"ours": [], "hf": []}
-    for _ in range(runs + 1):
-        seconds["ours"].append(cpu_seconds(ours))
-        seconds["hf"].append(cpu_seconds(theirs))
-    rate = {name: BATCH * NEW / statistics.median(times[1:]) for name, times in seconds.items()}  # The first warms up.
+    seconds = in_turn({"ours": ours, "hf": theirs}, runs)
+    engine.close()
     return {
-        "vs_hf_generate": rate["ours"] / rate["hf"],
-        "tokens_per_cpu_s": rate["ours"],
-        "hf_tokens_per_cpu_s": rate["hf"],
+        f"vs_hf_generate_{batch}": seconds["hf"] / seconds["ours"],
+        f"tokens_per_cpu_s_{batch}": batch * NEW / seconds["ours"],
+        f"hf_tokens_per_cpu_s_{batch}": batch * NEW / seconds["hf"],
     }
+
+
+def streaming_vs_batch(folder: Path, runs: int) -> dict[str, float]:
+    """The same requests with long-tailed lengths: all at once into 32 slots, and 32 by 32, each batch to its end."""
+    engine = EmbeddedEngine(EmbeddedConfig(device="cpu", max_running=SLOTS), folder)
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(1, VOCABULARY, (REQUESTS, PROMPT)).tolist()
+    requests = [
+        GenerationRequest(tuple(prompt), SamplingParams(max_new_tokens=length), (seed,))
+        for seed, (prompt, length) in enumerate(zip(prompts, long_tailed(rng), strict=True))
+    ]
+
+    def streaming() -> None:
+        generate(engine, requests)
+
+    def batch_by_batch() -> None:
+        for start in range(0, REQUESTS, SLOTS):
+            generate(engine, requests[start : start + SLOTS])
+
+    seconds = in_turn({"streaming": streaming, "batch": batch_by_batch}, runs)
+    engine.close()
+    num_tokens = sum(request.sampling.max_new_tokens for request in requests)
+    return {
+        "streaming_vs_batch": seconds["batch"] / seconds["streaming"],
+        "streaming_tokens_per_cpu_s": num_tokens / seconds["streaming"],
+    }
+
+
+def long_tailed(rng: np.random.Generator) -> list[int]:
+    """Draw log-normal lengths of which the longest has ten times the mean."""
+    normal = rng.standard_normal(REQUESTS)
+    low, high = 0.0, 5.0
+    lengths = np.ones(REQUESTS)
+    for _ in range(50):  # the wider, the longer the longest
+        sigma = (low + high) / 2
+        lengths = np.exp(sigma * normal)
+        low, high = (low, sigma) if lengths.max() > 10 * lengths.mean() else (sigma, high)
+    return [max(1, round(LONGEST * float(length))) for length in lengths / lengths.max()]
+
+
+def in_turn(functions: dict[str, Callable[[], object]], runs: int) -> dict[str, float]:
+    """Median CPU-seconds of each, run in turn; a first run warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(runs + 1):
+        for name, function in functions.items():
+            seconds[name].append(cpu_seconds(function))
+    return {name: statistics.median(times[1:]) for name, times in seconds.items()}
 
 
 def main() -> None:
@@ -100,13 +147,13 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         build_model(Path(folder))
-        metrics = measure(Path(folder), options.runs)
+        metrics = streaming_vs_batch(Path(folder), max(1, options.runs // 3))
+        for batch in BATCHES:
+            metrics.update(vs_generate(Path(folder), options.runs, batch))
     metrics = {name: round(value, 3) for name, value in metrics.items()}
     if not options.json:
-        print(
-            f"embedded {metrics['tokens_per_cpu_s']:.0f}, generate {metrics['hf_tokens_per_cpu_s']:.0f} tokens per "
-            f"CPU-second: {metrics['vs_hf_generate']:.2f} times"
-        )
+        for name, value in metrics.items():
+            print(f"{name}: {value:g}")
     print(json.dumps(metrics))
 
 

@@ -103,6 +103,7 @@ def test_the_next_turn_of_a_conversation_reads_only_what_is_new(
     model = build()
     engine = embedded(model, tmp_path)
     turns = [replace(request(prompt, 3, num=5), affinity_key=str(place)) for place, prompt in enumerate(PROMPTS)]
+    num_read = 0
     for _ in range(3):
         answers = generate(engine, turns)
         turns = [

@@ -94,14 +94,15 @@ def test_after_new_weights_old_tokens_keep_their_log_probs_and_versions(mode: Pa
     engine.submit(REQUESTS, done.put)
     assert quiet.wait(10)
     load(engine, new, 3)
+    back: list[Completion] = []
+    held: list[list[float]] = []
     if mode == "abort":
         back = [done.get() for _ in REQUESTS]
         held = [list(one.generation.log_probs) for one in back]
         engine.submit([replace(one.request, so_far=(one.generation,)) for one in back], done.put)
     engine.resume()
     finished = [done.get() for _ in REQUESTS]
-    if mode == "abort":
-        assert [one.generation.log_probs for one in back] == held, "what was handed in is not changed"
+    assert [one.generation.log_probs for one in back] == held, "what was handed in is not changed"
     for one in finished:
         asked, result = one.request, one.generation
         num_old = result.weight_versions.count(0)
@@ -131,7 +132,7 @@ def test_what_was_submitted_before_a_pause_that_waits_finishes_and_what_comes_af
 def test_a_pause_that_waits_can_be_ended_by_an_abort(tmp_path: Path) -> None:
     engine = embedded(qwen3(), tmp_path)
     quiet = pause_after(engine, 3, "wait")
-    threading.Thread(target=lambda: (time.sleep(0.02), engine.pause("abort"))).start()
+    threading.Timer(0.02, engine.pause, ["abort"]).start()
     results = generate(engine, [request(num=120)] * 2)
     assert quiet.wait(10)
     assert {result.finish_reason for result in results} <= {"interrupted", "length"}

@@ -12,7 +12,7 @@ from verl_async.rollout.interface import Generation, GenerationRequest, Sampling
 def test_a_group_has_one_request_a_sample_each_with_its_own_stream() -> None:
     sampling = SamplingParams(8)
     requests = Draw(5, encoded_prompts(1)[0]).requests(3, sampling, seed=7)
-    assert requests == [GenerationRequest((10, 10), sampling, stream_seed(7, 5, place)) for place in range(3)]
+    assert requests == [GenerationRequest((10, 10), sampling, (stream_seed(7, 5, place),)) for place in range(3)]
     assert len({request.seeds for request in requests}) == 3
 
 

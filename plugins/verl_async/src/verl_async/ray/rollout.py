@@ -122,7 +122,8 @@ class RayRolloutClient:
         """Start the actor; `start` waits for it."""
         self.name = f"rollouter-{index}"
         self.node_id = ""
-        actor = ray.remote(concurrency_groups={_CONTROL: _CONTROL_CALLS})(RolloutActor)
+        # Ray's types do not know the groups, and its `options` does not take them.
+        actor: Any = ray.remote(concurrency_groups={_CONTROL: _CONTROL_CALLS})(RolloutActor)  # type: ignore[call-overload]
         self.actor: Any = actor.options(**options).remote(config, model_folder)
         self._in_flight: dict[str, tuple[GenerationRequest, Callable[[Completion], None], int]] = {}
         """By request id: the request, who wants its samples, and how many are to come."""

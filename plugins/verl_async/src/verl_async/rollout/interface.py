@@ -54,9 +54,6 @@ class Generation:
     weight_versions: list[int] = field(default_factory=list)
     """Version of the weights that drew each token."""
     finish_reason: FinishReason = "interrupted"
-    routed_experts: npt.NDArray[np.int16] | None = None
-    """[tokens read, layers, k]: the experts that each token of prompt and response went to; the last drawn token was
-    not read, so it has none. None where the request wants none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +70,6 @@ class GenerationRequest:
     affinity_key: str = ""
     """Of a conversation: the worker may keep what it read of one request for the next that has the same key."""
     log_probs: bool = True
-    """Whether they are wanted."""
-    routed_experts: bool = False
     """Whether they are wanted."""
     request_id: str = ""
     """Comes back with the completions; the engine does not look at it."""
@@ -106,7 +101,7 @@ class RolloutStats:
     read_tokens: int = 0
     """Tokens of prompts read since the start; those that were in the cache already do not count."""
     drawn_tokens: int = 0
-    """Tokens drawn since the start."""
+    """Tokens drawn since the start; every engine counts them, the other two those without the gap ``affinity``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,5 +16,6 @@ ROLLOUT: Final = KindSpec(
     owner="verl-async",
     spec_class="verl_async.rollout.spec:RolloutSpec",
     config_class="verl_async.config:RolloutConfig",
+    kit="verl_async.rollout.kit.kit:RolloutKit",
     known=MappingProxyType({"embedded": "verl-async"}),
 )

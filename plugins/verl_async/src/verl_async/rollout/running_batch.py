@@ -140,7 +140,8 @@ class RunningBatch:
             )
         self.num_drawn += len(log_probs)
         drawn = zip(self.rows, token_B.tolist(), log_probs, strict=True)
-        return token_B, [place for place, (row, *token) in enumerate(drawn) if row.append(*token, version)]
+        ended = [place for place, (row, token, log_prob) in enumerate(drawn) if row.append(token, log_prob, version)]
+        return token_B, ended
 
     def _park(self, place: int, row: Row) -> None:
         """Keep what was read of a conversation; its last token was not."""

@@ -23,7 +23,6 @@ FEATURES: Final[Mapping[str, str]] = MappingProxyType(
         "stop_strings": "ends a sample at a text",
         "filtered_log_probs": "gives log-probs over the whole vocabulary also under top-k and top-p",
         "affinity": "reads only what is new of a conversation's next turn",
-        "routed_experts": "returns the experts that each token of a mixture-of-experts model went to",
         "save_pretrained": "writes its current weights as a model folder",
     }
 )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+import weakref
+from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.fsdp2_engine import Fsdp2Engine
@@ -16,8 +18,10 @@ from verl_fsdp.update.grad_norm import clip_gradients, grad_norm
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from verl_engine.batch.packed import PackedBatch
     from verl_engine.contract.optimizer_step import OptimizerStep
     from verl_engine.engine.temperature import Temperature
+    from verl_engine.engine.token_output import TokenOutput
     from verl_fsdp.config import Fsdp2Config
 
 __all__ = ["Fsdp2Engine"]
@@ -337,3 +341,27 @@ class ScheduleNotResumed(Fsdp2Engine):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict({**state, "schedule": self.schedule.state_dict()})
+
+
+class NewestEngineRuns(Fsdp2Engine):
+    """Has one model of a kind in a process: that of the newest engine."""
+
+    newest: ClassVar[dict[str, Fsdp2Engine]] = {}
+
+    @classmethod
+    def made(cls, config: Fsdp2Config, model_folder: Path) -> Any:
+        cls.newest[config.head] = super().made(config, model_folder)
+        return cls.newest[config.head]
+
+    def forward(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
+        return Fsdp2Engine.forward(self.newest[self.config.head], batch, temperature)
+
+
+class EndsTheGroup(Fsdp2Engine):
+    """Ends the process group when it is no longer used."""
+
+    @classmethod
+    def made(cls, config: Fsdp2Config, model_folder: Path) -> Any:
+        engine = super().made(config, model_folder)
+        weakref.finalize(engine, dist.destroy_process_group)
+        return engine

@@ -97,6 +97,8 @@ CASES: Final = {
     "experts_not_checked": Case("router_replay/refusals", "an expert that is not there", "router_replay/given"),
     "experts_of_the_neighbour": Case("router_replay/said", "are not those of the plain model", "router_replay/given"),
     "router_not_trained": Case("router_replay/given", "the gradient is off by", "router_replay/refusals"),
+    "newest_engine_runs": Case("several_engines/in_turns", "of the actor is off by", "log_probs/temperature"),
+    "ends_the_group": Case("several_engines/closing", "ended a process group that others use", "log_probs/temperature"),
     "adapter_lost": Case("lora/train", "unchanged: ['model.layers.0", "lora/unknown_layers"),
     "adapter_unscaled": Case("lora/merged", "nats", "lora/train"),
     "adapter_left_off": Case("lora/disabled", "the adapter is not back", "lora/merged"),

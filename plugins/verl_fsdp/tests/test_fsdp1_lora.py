@@ -166,7 +166,7 @@ def test_adapters_are_exported_merged_and_kept_aside_alone(
 def value_step(rank: int, folder: Path, backend: str) -> tuple[dict[str, torch.Tensor], list[Any]]:
     """Return a critic's weights after a step, and its values."""
     driver = build(rank, folder, backend=backend, head="value")
-    values = [torch.from_numpy(part) for part in driver._worker.infer_batch([make_sequences(4)])[0]]
+    values = [torch.from_numpy(part) for part in driver.worker.infer_batch([make_sequences(4)])[0]]
     return driver.weights(), values
 
 

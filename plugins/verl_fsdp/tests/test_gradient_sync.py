@@ -262,7 +262,7 @@ class Interrupting:
 
 def interrupt(driver: Driver, place: str, at: int) -> None:
     """Begin a step over three micro-batches, and raise in one of them."""
-    engine, host = engine_of(driver), driver._worker._host
+    engine, host = engine_of(driver), driver.worker._host
     first, second = [module for module in engine.model.modules() if type(module).__name__.endswith("DecoderLayer")]
     left = [at]
 

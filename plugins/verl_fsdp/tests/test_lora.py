@@ -68,7 +68,7 @@ def everything(rank: int, folder: Path, out: Path) -> dict[str, Any]:
     sequences = make_sequences(5, seed=2)
     with engine.disable_adapter(), engine.disable_adapter():
         inside = driver.infer(sequences)
-    (reference,) = driver._worker.infer_batch([sequences], disable_adapter=True)
+    (reference,) = driver.worker.infer_batch([sequences], disable_adapter=True)
     snapshot = driver.snapshots().save("a")
     return {
         "trained": trained,

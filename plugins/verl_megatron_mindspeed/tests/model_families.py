@@ -78,6 +78,7 @@ def build(folder: Path, **fields: Any) -> MegatronModel:
     config = MegatronConfig(device="cpu", **fields)
     forget_groups()
     groups, device = parallel.build_groups(config), Device.resolve("cpu", 0)
+    parallel._exchange(groups.state)  # for good: there is no engine that would do it for each call
     model = build_model(config, folder, groups, device)
     WeightMap(model, groups, device).load_folder(folder)
     return model

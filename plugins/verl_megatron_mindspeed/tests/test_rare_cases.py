@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pytest
 import torch
 
-from plugins.verl_megatron_mindspeed.tests.engines import LAYOUTS, WHOLE, another_driver, new_driver
+from plugins.verl_megatron_mindspeed.tests.engines import LAYOUTS, WHOLE, another_driver, forget_groups, new_driver
 from plugins.verl_megatron_mindspeed.tests.model_families import write_family
 from plugins.verl_megatron_mindspeed.tests.prepared_ranks import prepared
 from verl_engine.batch.sequence import Sequence
-from verl_engine.contract.errors import ConfigError, UnsupportedError
+from verl_engine.contract.errors import UnsupportedError
 from verl_engine.engine.checkpoints.store import CheckpointStore
 from verl_engine.testing.conformance.driver import differences
 from verl_engine.testing.conformance.reference import make_sequences, weighted_loss
 from verl_engine.testing.conformance.values import value_loss
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from verl_engine.batch.packed import PackedBatch
@@ -142,45 +144,51 @@ def test_a_loss_without_a_graph_adds_nothing_and_one_that_raises_leaves_nothing(
             assert found == pytest.approx(right, rel=1e-4), name
 
 
-def train_alone(rank: int, folder: Path, settings: dict[str, Any]) -> list[float]:
-    """Train an actor."""
-    actor = new_driver(folder, rank, **settings)
-    return [actor.train(make_sequences(8, seed=seed)).optimizer.grad_norm for seed in range(3)]
+def turns(rank: int, folder: Path, **settings: Any) -> Iterator[list[torch.Tensor] | float]:
+    """Build an engine, and use it turn by turn."""
+    driver = another_driver(folder, rank, **settings)
+    yield 0.0
+    for seed in range(2):
+        yield driver.infer(make_sequences(4))
+        if not settings.get("forward_only"):
+            loss_fn = value_loss if settings.get("head") == "value" else weighted_loss
+            yield driver.step(driver.share(make_sequences(8, seed=seed)), loss_fn).optimizer.grad_norm
+    yield driver.infer(make_sequences(4))
 
 
-def train_beside_others(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[list[float], bool]:
-    """Train it beside a reference and a critic; say whether the reference stays as it is."""
-    actor = new_driver(folder, rank, **settings)
-    reference = another_driver(folder, rank, forward_only=True, **settings)
-    critic = another_driver(folder, rank, **{**settings, "head": "value", "param_dtype": "bfloat16"})
-    before = reference.infer(make_sequences(4))
-    norms, is_same = [], True
-    for seed in range(3):
-        norms.append(actor.train(make_sequences(8, seed=seed)).optimizer.grad_norm)
-        critic.step(critic.share(make_sequences(8, seed=seed)), value_loss)
-        is_same &= all(map(torch.equal, reference.infer(make_sequences(4)), before))
-    return norms, is_same
+def one_by_one(rank: int, folder: Path, roles: list[dict[str, Any]]) -> list[list[Any]]:
+    """Return what each of some engines gives where there is no other."""
+    found = []
+    for settings in roles:
+        forget_groups()
+        found.append(list(turns(rank, folder, **settings)))
+    return found
 
 
-@pytest.mark.parametrize("settings", [OVERLAP, LAYOUTS["tp, sequence"], LAYOUTS["pp"]], ids=["dp", "tp", "pp"])
-def test_engines_of_one_process_leave_each_other_alone(
-    ranks: RankPool, folders: dict[str, Path], settings: dict[str, Any]
+def in_turns(rank: int, folder: Path, roles: list[dict[str, Any]]) -> list[list[Any]]:
+    """Return what they give where all are used by turns."""
+    forget_groups()
+    rounds = zip_longest(*(turns(rank, folder, **settings) for settings in roles))
+    return [[result for result in results if result is not None] for results in zip(*rounds, strict=True)]
+
+
+LAYOUTS_OF_ROLES: Final = {
+    "dp": (OVERLAP, OVERLAP, {}),
+    "tp": (LAYOUTS["tp, sequence"],) * 3,
+    "pp": (LAYOUTS["pp"],) * 3,
+    "each its own": (LAYOUTS["tp, sequence"], LAYOUTS["pp"], {}),
+    "each its own, context": (LAYOUTS["cp"], {}, {"tensor_parallel_size": 2}),
+}
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS_OF_ROLES.values(), ids=LAYOUTS_OF_ROLES)
+def test_actor_reference_and_critic_of_one_process_compute_what_they_compute_alone(
+    ranks: RankPool, folders: dict[str, Path], layouts: tuple[dict[str, Any], ...]
 ) -> None:
-    alone = ranks.run(train_alone, folders["dense"], settings)
-    assert ranks.run(train_beside_others, folders["dense"], settings) == [(norms, True) for norms in alone]
-
-
-def divide_otherwise(rank: int, folder: Path) -> str:
-    """Build a second engine of other sizes."""
-    new_driver(folder, rank)
-    with pytest.raises(ConfigError) as caught:
-        another_driver(folder, rank, tensor_parallel_size=2)
-    return str(caught.value)
-
-
-def test_an_engine_that_divides_the_ranks_otherwise_is_refused(ranks: RankPool, folders: dict[str, Path]) -> None:
-    for message in ranks.run(divide_otherwise, folders["dense"]):
-        assert "engine.tensor_parallel_size=2, but an engine of this process divides the ranks with 1" in message
+    actor, reference, critic = layouts
+    roles = [actor, {**reference, "forward_only": True}, {**critic, "head": "value", "param_dtype": "bfloat16"}]
+    alone = ranks.run(one_by_one, folders["dense"], roles)
+    torch.testing.assert_close(ranks.run(in_turns, folders["dense"], roles), alone, rtol=0, atol=0)
 
 
 def _go_on(driver: Driver) -> list[float]:

@@ -95,6 +95,7 @@ def build(folder: Path, layout: str, **settings: Any) -> tuple[MegatronModel, We
     config = MegatronConfig(device="cpu", learning_rate=1e-3, **{**LAYOUTS[layout], **settings})
     groups = parallel.build_groups(config)
     device = Device.resolve("cpu", 0)
+    parallel._exchange(groups.state)  # for good: there is no engine that would do it for each call
     model = build_model(config, folder, groups, device)
     return model, WeightMap(model, groups, device)
 

@@ -1,57 +1,107 @@
-"""The process group of this process: one for all workers, such as an actor and its reference policy."""
+"""The process group of this process: one for all workers, such as an actor, its reference policy and a critic."""
 
 from __future__ import annotations
 
 import datetime
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
 
 import torch.distributed as dist
 
 from verl_engine.contract.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from verl_engine.engine.device import Device
 
 
-class _Started:
-    """The group that a worker of this process started, and how many use it."""
+@dataclass(eq=False, slots=True)
+class SharedGroup:
+    """The process group that workers of this process use together, whoever started it."""
 
-    group: Any = None
-    num_users = 0
+    world: dist.ProcessGroup
+    is_started_here: bool
+    num_users: int = 0
+    made: list[dist.ProcessGroup] = field(default_factory=list)
+    """Further groups, which engines made."""
+    _current: ClassVar[SharedGroup | None] = None
+
+    @classmethod
+    def join(
+        cls, device: Device, init_method: str | None, rank: int, world_size: int, timeout_s: float
+    ) -> tuple[SharedGroup, bool]:
+        """Start the process group, or use the one that there is.
+
+        Args:
+            device: of this rank; says which collectives are needed.
+            init_method: of torch.distributed; not used where there is a group.
+            rank: of this process.
+            world_size: number of ranks.
+            timeout_s: for joining, and for each collective later; where there is a group, it keeps its own.
+        Returns:
+            The group, to be left once, and whether this is its first user.
+        Raises:
+            ConfigError: there is a group of another size, rank or backend; or there is none, and no `init_method`.
+        """
+        is_started_here = not dist.is_initialized()
+        if not is_started_here:
+            _require_fit(device, rank, world_size)
+        elif init_method is None:
+            raise ConfigError(
+                "this process is in no process group, and the worker was not told how to join one: give prepare an "
+                "init_method, such as tcp://10.0.0.1:29500, or call torch.distributed.init_process_group before"
+            )
+        else:
+            timeout = datetime.timedelta(seconds=timeout_s)
+            dist.init_process_group(
+                device.collectives, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
+            )
+        world = dist.group.WORLD
+        assert world is not None
+        if cls._current is None or cls._current.world is not world:
+            cls._current = cls(world, is_started_here)
+        cls._current.num_users += 1
+        return cls._current, cls._current.num_users == 1
+
+    @contextmanager
+    def owning(self) -> Iterator[None]:
+        """Let those that use the process group own the further groups that are made inside, such as device meshes'."""
+        before = _groups()
+        try:
+            yield
+        finally:
+            self.made += [group for group in _groups() if group not in before]
+
+    def leave(self) -> None:
+        """End what the users of the group have made, if this is the last of them.
+
+        That is the whole process group where a worker started it. In a group of somebody else only those of the
+        engines end.
+        """
+        self.num_users -= 1
+        if self.num_users:
+            return
+        made, self.made = self.made, []
+        if not dist.is_initialized() or self.world is not dist.group.WORLD:
+            return  # somebody ended it, and all others with it
+        if self.is_started_here:
+            dist.destroy_process_group()
+        else:
+            for group in made:
+                if is_alive(group):
+                    dist.destroy_process_group(group)
 
 
-def join_process_group(device: Device, init_method: str, rank: int, world_size: int, timeout_s: float) -> None:
-    """Start the process group, or use the one that there is, whoever started it.
-
-    Args:
-        device: of this rank; says which collectives are needed.
-        init_method: of torch.distributed; not used where there is a group.
-        rank: of this process.
-        world_size: number of ranks.
-        timeout_s: for joining, and for each collective later; where there is a group, it keeps its own.
-    Raises:
-        ConfigError: there is a group of another size, rank or backend.
-    """
-    if dist.is_initialized():
-        _require_fit(device, rank, world_size)
-    else:
-        timeout = datetime.timedelta(seconds=timeout_s)
-        dist.init_process_group(
-            device.collectives, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
-        )
-        _Started.group, _Started.num_users = dist.group.WORLD, 0
-    if _Started.group is dist.group.WORLD:
-        _Started.num_users += 1
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether a process group was not ended yet."""
+    return group in _groups()
 
 
-def leave_process_group() -> None:
-    """End the process group, if a worker started it and no other one uses it; whoever called `join_process_group`."""
-    if not dist.is_initialized() or _Started.group is not dist.group.WORLD:
-        return
-    _Started.num_users -= 1
-    if _Started.num_users == 0:
-        dist.destroy_process_group()
-        _Started.group = None
+def _groups() -> tuple[dist.ProcessGroup, ...]:
+    """Return all groups that this process is in, in the order in which they were made."""
+    return tuple(dist.distributed_c10d._world.pg_map)  # noqa: SLF001 - torch has no public list of them
 
 
 def _require_fit(device: Device, rank: int, world_size: int) -> None:

@@ -18,7 +18,7 @@ from verl_engine.contract.errors import ConfigError, PluginError, TrainingDiverg
 from verl_engine.engine.checkpoints.store import CheckpointInfo, CheckpointStore
 from verl_engine.engine.completeness import require_complete
 from verl_engine.engine.device import Device
-from verl_engine.engine.process_group import join_process_group, leave_process_group
+from verl_engine.engine.process_group import SharedGroup
 from verl_engine.engine.snapshots.manager import Snapshots
 from verl_engine.engine.temperature import temperature_of
 from verl_engine.engine.token_output import OutputName
@@ -59,26 +59,27 @@ class EngineWorker:
         self._snapshots: Snapshots | None = None
         self._checkpoints: CheckpointStore | None = None
         self._timeout_s = 600.0
-        self._has_joined = False
+        self._group: SharedGroup | None = None
 
-    def prepare(self, init_method: str, timeout_s: float = 600.0) -> None:
+    def prepare(self, init_method: str | None = None, timeout_s: float = 600.0) -> None:
         """Make the process ready, then join the process group; workers of one process share one.
 
         Args:
             init_method: of torch.distributed, such as ``tcp://10.0.0.1:29500`` or ``file:///tmp/store``; not used where
-                the process is in a group already.
+                the process is in a group already, such as that of a trainer whose part this worker is.
             timeout_s: for joining, and for each collective later; a group that is there keeps its own.
         Raises:
-            ConfigError: the process is in a group of another size, rank or backend.
+            ConfigError: the process is in a group of another size, rank or backend, or in none that it could use.
         """
         self._timeout_s = timeout_s
         self._host.prepare_process(self._config)
         torch.set_num_threads(self._config.num_threads)
         device = Device.resolve(self._config.device, int(os.environ.get("LOCAL_RANK", self._rank)))
         device.activate()
-        torch.manual_seed(self._config.seed + self._rank)
-        join_process_group(device, init_method, self._rank, self._world_size, timeout_s)
-        self._has_joined = True
+        if self._group is None:
+            self._group, is_first = SharedGroup.join(device, init_method, self._rank, self._world_size, timeout_s)
+            if is_first:  # or a worker that comes later would repeat what others have drawn
+                torch.manual_seed(self._config.seed + self._rank)
 
     def create(self, role: str = "actor") -> None:
         """Build the engine from the model folder.
@@ -89,7 +90,8 @@ class EngineWorker:
                 rank than its config says.
         """
         self._config.validate_world(self._world_size)
-        engine = self._host.create(self._config, self._model_folder, role)
+        with nullcontext() if self._group is None else self._group.owning():
+            engine = self._host.create(self._config, self._model_folder, role)
         require_complete(engine, self._host, self._world_size)
         self._check_data_parallel(engine.data_parallel)
         self._engine = engine
@@ -295,7 +297,8 @@ class EngineWorker:
     def close(self) -> None:
         """Wait for a checkpoint that is being written, then leave the process group. Harmless when called twice.
 
-        The group ends with the last worker of the process, if a worker started it.
+        With the last worker of the process ends what they made: the group, if a worker started it, else the further
+        groups of their engines.
         """
         checkpoints, self._checkpoints = self._checkpoints, None
         if checkpoints is not None:
@@ -303,6 +306,6 @@ class EngineWorker:
         if self._snapshots is not None:
             self._snapshots.close()
         self._engine = self._snapshots = None
-        if self._has_joined:
-            self._has_joined = False
-            leave_process_group()
+        group, self._group = self._group, None
+        if group is not None:
+            group.leave()

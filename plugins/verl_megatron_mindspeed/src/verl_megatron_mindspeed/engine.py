@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
@@ -23,7 +23,7 @@ from verl_megatron_mindspeed.weights.agreement import on_all_ranks
 from verl_megatron_mindspeed.weights.weight_map import WeightMap
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -35,6 +35,23 @@ if TYPE_CHECKING:
     from verl_engine.engine.temperature import Temperature
     from verl_engine.engine.token_output import TokenOutput
     from verl_megatron_mindspeed.config import MegatronConfig
+
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def _with_own_groups(
+    method: Callable[Concatenate[MegatronEngine, Arguments], Result],
+) -> Callable[Concatenate[MegatronEngine, Arguments], Result]:
+    """Let Megatron use this engine's groups meanwhile: other engines of the process may divide the ranks otherwise."""
+
+    @wraps(method)
+    def run(self: MegatronEngine, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with self.parallel.in_use():
+            return method(self, *args, **kwargs)
+
+    return run
 
 
 class MegatronEngine(Engine):
@@ -50,6 +67,11 @@ class MegatronEngine(Engine):
         self.device = Device.resolve(config.device, int(os.environ.get("LOCAL_RANK", dist.get_rank())))
         self.parallel = build_groups(config)
         self.data_parallel = self.parallel.data
+        self._build(model_folder)
+
+    @_with_own_groups
+    def _build(self, model_folder: Path) -> None:
+        config = self.config
         on_all_ranks(partial(check_folder, config, model_folder), "the model's config")
         self.model = build_model(config, model_folder, self.parallel, self.device)
         self.weights = WeightMap(self.model, self.parallel, self.device)
@@ -71,6 +93,7 @@ class MegatronEngine(Engine):
             raise UnsupportedError("engine.forward_only=true: this engine has no optimizer and cannot train")
         return self._training
 
+    @_with_own_groups
     def forward(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
         """Run the model on a micro-batch, without gradient; all ranks with the same data get the output.
 
@@ -79,6 +102,7 @@ class MegatronEngine(Engine):
         self._offload.require("parameters")
         return self.schedule.infer(batch, temperature)
 
+    @_with_own_groups
     def forward_backward(self, run: MicroBatchPass) -> None:
         """Accumulate the gradient through Megatron's schedule; see the base class."""
         self._offload.require("parameters", "gradients")
@@ -89,6 +113,7 @@ class MegatronEngine(Engine):
         """See ``engine_gradient_sync``."""
         return self.training.gradients.sync(is_last_micro_batch=is_last_micro_batch)
 
+    @_with_own_groups
     def optimizer_step(self, learning_rate: float | None = None) -> OptimizerStep:
         """Clip and step, or skip when the norm is not finite; see ``engine_optimizer_step``."""
         self._offload.require("parameters", "gradients", "optimizer")

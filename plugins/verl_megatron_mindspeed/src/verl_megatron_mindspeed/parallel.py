@@ -1,18 +1,24 @@
-"""Which ranks split the model, and how: Megatron's process groups, which a process has once."""
+"""Which ranks split the model, and how: Megatron's process groups.
+
+Megatron's functions look them up in a module, which has one set of them. Each engine puts its own there while it runs.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from verl_engine.contract.errors import ConfigError
 from verl_engine.engine.base import DataParallel
+from verl_engine.engine.process_group import is_alive
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from verl_megatron_mindspeed.config import MegatronConfig
 
 _SIZES: Final = (
@@ -23,6 +29,8 @@ _SIZES: Final = (
     "expert_parallel_size",
     "expert_tensor_ranks",
 )
+_LISTS: Final = ("_global_process_group_list",)
+"""The names of Megatron's state that are not in capitals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +53,20 @@ class Parallel:
     expert_tensor: Group
     data: DataParallel
     """Ranks that hold different data; those that split a sequence count as one."""
+    state: dict[str, Any] = field(repr=False)
+    """What Megatron's functions look the groups up in, by the names of its module."""
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Let Megatron use these groups inside; what it had before, another engine's or nothing, comes back."""
+        if mpu._TENSOR_MODEL_PARALLEL_GROUP is self.tensor.group:  # noqa: SLF001 - it asserts where there is none
+            yield
+            return
+        before = _exchange(self.state)
+        try:
+            yield
+        finally:
+            self.state.update(_exchange(before))
 
     @property
     def last_stage(self) -> int:
@@ -52,41 +74,40 @@ class Parallel:
         return dist.get_global_rank(self.pipeline.group, self.pipeline.size - 1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """What Megatron's groups of this process were made for."""
-
-    sizes: dict[str, int]
-    world: Any
-
-
-_made: _Made | None = None
+_layouts: list[tuple[dict[str, int], Parallel]] = []
+"""What engines of this process have made, by their sizes."""
 
 
 def build_groups(config: MegatronConfig) -> Parallel:
-    """Make Megatron's groups, or take those that are there; every rank calls it.
+    """Make Megatron's groups, or take those of an engine that divides the ranks alike; every rank calls it.
 
-    Raises:
-        ConfigError: another engine of this process divides the ranks otherwise.
     Collectives: those of new groups.
     """
-    global _made  # noqa: PLW0603 - Megatron's own state is one for each process
     sizes = {name: getattr(config, name) for name in _SIZES}
-    world = dist.group.WORLD
-    if _made is not None and _made.world is not world:  # the process group was destroyed, with Megatron's
-        mpu.destroy_model_parallel()
-        _made = None
-    if _made is not None and _made.sizes != sizes:
-        other = next(name for name in _SIZES if _made.sizes[name] != sizes[name])
-        raise ConfigError(
-            f"engine.{other}={sizes[other]}, but an engine of this process divides the ranks with "
-            f"{_made.sizes[other]}; Megatron's groups are one for each process: give both the same sizes, or "
-            "processes of their own"
-        )
-    if _made is None:
+    _layouts[:] = [entry for entry in _layouts if is_alive(entry[1].tensor.group)]
+    for made, parallel in _layouts:
+        if made == sizes:
+            return parallel
+    before = _exchange({name: {} if isinstance(value, dict) else None for name, value in _state().items()})
+    try:
         _initialize(config)
-        _made = _Made(sizes, world)
-    return _current()
+        parallel = _current()
+    finally:
+        _exchange(before)
+    _layouts.append((sizes, parallel))
+    return parallel
+
+
+def _state() -> dict[str, Any]:
+    """Return what Megatron keeps of the division of the ranks, by the names of its module."""
+    return {name: value for name, value in vars(mpu).items() if name in _LISTS or (name[0] == "_" and name.isupper())}
+
+
+def _exchange(state: dict[str, Any]) -> dict[str, Any]:
+    """Put a state into Megatron's module; return what was there."""
+    before = {name: vars(mpu)[name] for name in state}
+    vars(mpu).update(state)
+    return before
 
 
 def _initialize(config: MegatronConfig) -> None:
@@ -121,6 +142,7 @@ def _current() -> Parallel:
         data=DataParallel(
             mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size(), mpu.get_data_parallel_group()
         ),
+        state=_state(),
     )
 
 

@@ -38,13 +38,14 @@ class Driver:
         self.host = BackendHost.load(section["backend"])
         self.config = validate(self.host.spec.config_class, section, at="engine")
         torch.manual_seed(self.config.seed + rank)  # as a worker does before it builds its engine
-        self._worker = EngineWorker(self.config, folder, rank, world_size)
-        self._worker.create("conformance")
+        self.worker = EngineWorker(self.config, folder, rank, world_size)
+        """Which never joined the process group, and so never ends any."""
+        self.worker.create("conformance")
 
     @property
     def engine(self) -> Engine:
         """The engine itself."""
-        return self._worker.engine
+        return self.worker.engine
 
     @property
     def num_shares(self) -> int:
@@ -64,15 +65,15 @@ class Driver:
         normalizer: Normalizer = "tokens",
     ) -> StepReport:
         """Make one optimizer step over this rank's micro-batches."""
-        return self._worker.train_batch(micro_batches, loss_fn, temperature, normalizer=normalizer)
+        return self.worker.train_batch(micro_batches, loss_fn, temperature, normalizer=normalizer)
 
     def train(self, sequences: list[Sequence], learning_rate: float | None = None) -> StepReport:
         """Make one optimizer step over a global batch, in two micro-batches per rank."""
-        return self._worker.train_batch(self.share(sequences), weighted_loss, learning_rate=learning_rate)
+        return self.worker.train_batch(self.share(sequences), weighted_loss, learning_rate=learning_rate)
 
     def infer(self, sequences: list[Sequence], temperature: float = 1.0) -> list[torch.Tensor]:
         """Return each sequence's log-probs, in eval mode and without gradient, from a single micro-batch."""
-        (parts,) = self._worker.infer_batch([sequences], temperature)
+        (parts,) = self.worker.infer_batch([sequences], temperature)
         return [torch.from_numpy(part) for part in parts]
 
     def output(self, sequence: Sequence, temperature: float = 1.0) -> TokenOutput:

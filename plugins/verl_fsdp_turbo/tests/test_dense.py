@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from plugins.verl_fsdp_turbo.tests.on_ranks import build, build_another, refusal
+from plugins.verl_fsdp_turbo.tests.on_ranks import build, build_another, forget_division, refusal
 from verl_engine.testing.conformance.driver import Driver, differences
 from verl_engine.testing.conformance.reference import (
     accumulate,
@@ -261,33 +262,39 @@ def test_a_misspelt_pattern_beside_others_is_refused(model_folder: Path, ranks: 
         assert "'lm_hed' fits no module of the model; close to it are lm_head" in message
 
 
-def two_roles(rank: int, folder: Path) -> tuple[str, str, str]:
-    """Build an actor, a reference beside it, and one that divides the ranks otherwise."""
-    actor = build(rank, folder)
-    reference = build_another(rank, folder, forward_only=True)
-    sequences = make_sequences(3)
-    same = all(map(torch.equal, actor.infer(sequences), reference.infer(sequences)))
-    other = refusal(lambda: build_another(rank, folder, fully_shard_parallel_size=1))
-    importlib.import_module("fsdp_turbo.distributed.parallel_state")._instances.clear()
-    importlib.import_module("verl_fsdp_turbo.parallel_state")._made.clear()
+def divided_by_others(rank: int, folder: Path) -> str:
+    """Build an engine after somebody looked."""
+    forget_division()
     importlib.import_module("fsdp_turbo.distributed.parallel_state").get_parallel_state()
-    looked = refusal(lambda: build_another(rank, folder))
-    return str(same), other, looked
+    return refusal(lambda: build_another(rank, folder))
 
 
 @pytest.mark.usefixtures("only_fake")
 @pytest.mark.dist
-def test_two_roles_share_a_process_only_with_the_same_sizes(model_folder: Path, ranks: RankPool) -> None:
-    for same, other, looked in ranks.run(two_roles, model_folder):
-        assert same == "True"
-        assert other.startswith("UnsupportedError: this process has an engine for which fsdp_turbo divided the ranks")
-        assert looked.startswith("PluginError: fsdp_turbo's division of the ranks was made by somebody else")
+def test_a_division_that_somebody_else_made_is_refused(model_folder: Path, ranks: RankPool) -> None:
+    for message in ranks.run(divided_by_others, model_folder):
+        assert message.startswith("PluginError: fsdp_turbo's division of the ranks was made by somebody else")
 
 
-def patched(rank: int, folder: Path) -> tuple[str, str]:
-    patch = {"target": "transformers.models.qwen3.modeling_qwen3.rotate_half", "replacement": "torch.neg"}
-    first = refusal(lambda: build(rank, folder, module_patches=[patch | {"replacement": "torch.abs"}]))
-    return first, refusal(lambda: build(rank, folder, module_patches=[patch]))
+def replaced_by(*names: str) -> list[dict[str, str]]:
+    return [{"target": "transformers.models.qwen3.modeling_qwen3.rotate_half", "replacement": name} for name in names]
+
+
+def with_replacements(rank: int, folder: Path) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]], bool]:
+    """Use engines by turns that have a function replaced in different ways; then make each change by hand, alone."""
+    from transformers.models.qwen3 import modeling_qwen3 as modeling
+
+    plain, sequences = modeling.rotate_half, make_sequences(3)
+    drivers = [build(rank, folder, module_patches=replaced_by("torch.abs"))]
+    drivers += [build_another(rank, folder, module_patches=replaced_by(*names)) for names in (["torch.neg"], [])]
+    found = [driver.infer(sequences) for driver in (*drivers, *drivers)]
+    is_back = modeling.rotate_half is plain
+    expected = []
+    for function in (torch.abs, torch.neg, plain):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(modeling, "rotate_half", function)
+            expected.append(build(rank, folder).infer(sequences))
+    return found, expected, is_back
 
 
 def misnamed(rank: int, folder: Path) -> str:
@@ -329,8 +336,8 @@ def test_a_method_is_replaced_in_each_module_of_its_class_and_some_must_be_there
 
 
 @pytest.mark.dist
-def test_engines_of_a_process_must_agree_on_what_is_replaced(model_folder: Path, ranks: RankPool) -> None:
-    for first, second in ranks.run(patched, model_folder):
-        assert first == ""
-        assert "a function can be replaced once per process" in second
-    ranks.close()  # its models are of no more use
+def test_each_engine_of_a_process_has_its_own_functions_replaced(model_folder: Path, ranks: RankPool) -> None:
+    for found, expected, is_back in ranks.run(with_replacements, model_folder):
+        torch.testing.assert_close(found, expected * 2, rtol=0, atol=TOLERANCE)
+        assert all((one[0] - other[0]).abs().max() > 1e-3 for one, other in pairwise((*expected, expected[0])))
+        assert is_back

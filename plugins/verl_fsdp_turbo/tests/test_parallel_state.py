@@ -15,13 +15,12 @@ SIZES = dict.fromkeys(parallel_state._AXES, 1)
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> str:
+def gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process with a process group in which another one was divided, which is gone."""
-    monkeypatch.setattr(parallel_state, "_made", [parallel_state._Made(SIZES, "gone")])
-    monkeypatch.setattr(
-        parallel_state, "dist", SimpleNamespace(is_initialized=lambda: True, group=SimpleNamespace(WORLD="new"))
-    )
-    return "new"
+    other: Any = SimpleNamespace(get_group=lambda _: "gone")
+    monkeypatch.setattr(parallel_state, "_made", [RankDivision(library(can_reset=True), other, SIZES)])
+    monkeypatch.setattr(parallel_state, "is_alive", lambda group: group != "gone")
+    monkeypatch.setattr(parallel_state, "dist", SimpleNamespace(is_initialized=lambda: True))
 
 
 def library(*, can_reset: bool) -> Any:
@@ -39,16 +38,17 @@ def test_the_process_group_comes_first_since_the_library_would_start_one_over_hc
         divide_ranks(library(can_reset=True), {"distributed": SIZES})
 
 
-def test_a_division_over_a_group_that_is_gone_is_made_anew(world: str) -> None:
+@pytest.mark.usefixtures("gone")
+def test_a_division_over_a_group_that_is_gone_is_made_anew() -> None:
     found = library(can_reset=True)
-    divide_ranks(found, {"distributed": SIZES})
+    made = divide_ranks(found, {"distributed": SIZES})
     assert found.resets == [True]
-    assert parallel_state._made == [parallel_state._Made(SIZES, world)]
+    assert parallel_state._made == [made]
 
 
-@pytest.mark.usefixtures("world")
-def test_an_older_release_cannot_drop_a_division() -> None:
-    with pytest.raises(UnsupportedError, match="a newer one has reset_parallel_state"):
+@pytest.mark.usefixtures("gone")
+def test_an_older_release_cannot_divide_anew() -> None:
+    with pytest.raises(UnsupportedError, match="newer releases have reset_parallel_state"):
         divide_ranks(library(can_reset=False), {"distributed": SIZES})
 
 
@@ -73,7 +73,8 @@ class NewerState(State):
 
 
 def test_shares_of_the_data_are_those_of_the_release_s_own_mesh() -> None:
-    newer: Any = RankDivision(NewerState("data", "cdp")).data_parallel
-    older: Any = RankDivision(State("cdp")).data_parallel
+    any_library = library(can_reset=True)
+    newer: Any = RankDivision(any_library, NewerState("data", "cdp"), SIZES).data_parallel
+    older: Any = RankDivision(any_library, State("cdp"), SIZES).data_parallel
     assert (newer.rank, newer.size, newer.group) == ("data", "data", "data")
     assert (older.rank, older.size, older.group) == ("cdp", "cdp", "cdp")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 import pytest
 import torch
@@ -15,14 +15,14 @@ from plugins.verl_fsdp_turbo.tests.conftest import REAL
 from plugins.verl_fsdp_turbo.tests.on_ranks import build, build_another, refusal
 from verl_engine.batch.packed import SegmentRun
 from verl_engine.contract.errors import ModelError
+from verl_engine.testing.conformance import EngineConformance
 from verl_engine.testing.conformance.driver import Driver
-from verl_engine.testing.conformance.reference import make_sequences
+from verl_engine.testing.conformance.reference import load_reference, make_sequences, masked_log_probs
 from verl_engine.testing.tiny_models import tiny_config
-from verl_fsdp_turbo import patches
 from verl_fsdp_turbo.ulysses import block_mask, require_splittable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Mapping
     from pathlib import Path
 
     from verl_engine.testing.rank_pool import RankPool
@@ -54,19 +54,18 @@ def has_function_patches(_rank: int) -> bool:
 
 
 @pytest.fixture
-def patching(ranks: RankPool) -> Iterator[RankPool]:
-    """Two processes, where the library can replace functions; older releases cannot. They end, since those stay so."""
+def patching(ranks: RankPool) -> RankPool:
+    """Two processes, where the library can replace functions; older releases cannot."""
     if not all(ranks.run(has_function_patches)):
         pytest.skip("this release of the library has no ulysses_function_patches")
-    yield ranks
-    ranks.close()
+    return ranks
 
 
-def as_without(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[float, float, float, int]:
-    """Compare two engines of one process, an actor and a reference, with fsdp2's.
+def as_without(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[dict[str, float], int]:
+    """Compare engines of one process with fsdp2's: an actor, its reference, and models whose sequences nobody splits.
 
     Returns:
-        How far log-probs and a step's weights are off, the reference's log-probs, and the data-parallel size.
+        How far log-probs and a step's weights are off, and the data-parallel size.
     """
     settings = settings | {"learning_rate": 1e-2, "eps": 1e-3}
     plain = Driver({"backend": "fsdp2", "device": "cpu", "learning_rate": 1e-2, "eps": 1e-3}, folder, rank, 2)
@@ -75,13 +74,21 @@ def as_without(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[float
     plain.train(make_sequences(6))
     trained = plain.weights()
     actor = build(rank, folder, **settings)
-    log_probs = _furthest(actor.infer(sequences), expected)
+    found = {"log-probs": _furthest(actor.infer(sequences), expected)}
     reference = build_another(rank, folder, **settings, forward_only=True)
-    again = _furthest(reference.infer(sequences), expected)
-    actor.train(make_sequences(6))
-    weights = actor.weights()
-    step = max(float((weights[name] - weight).abs().max()) for name, weight in trained.items())
-    return log_probs, step, again, actor.num_shares
+    unsplit = {name: value for name, value in settings.items() if name in ("learning_rate", "eps", "packing")}
+    whole = build_another(rank, folder, **unsplit)
+    found["log-probs of the reference"] = _furthest(reference.infer(sequences), expected)
+    found["log-probs of a model that nobody splits"] = _furthest(whole.infer(sequences), expected)
+    eager = load_reference(folder)
+    found["log-probs of transformers"] = _furthest([masked_log_probs(eager, each) for each in sequences], expected)
+    for driver in (actor, whole):
+        driver.train(make_sequences(6))
+    for whose, driver in (("the actor", actor), ("a model that nobody splits", whole)):
+        weights = driver.weights()
+        found[f"a step of {whose}"] = max(float((weights[name] - each).abs().max()) for name, each in trained.items())
+    found["log-probs of the reference after a step"] = _furthest(reference.infer(sequences), expected)
+    return found, actor.num_shares
 
 
 def _furthest(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
@@ -98,22 +105,26 @@ def _furthest(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     ],
     ids=["tokens split by engine", "rows split by engine", "rows split by model"],
 )
-def test_actor_and_reference_of_one_process_compute_what_they_compute_alone(
+def test_actor_reference_and_others_of_one_process_compute_what_they_compute_alone(
     model_folder: Path, patching: RankPool, settings: dict[str, Any]
 ) -> None:
-    found = patching.run(as_without, model_folder, settings)
-    for log_probs, step, again, num_shares in found:
-        assert log_probs < 1e-5
-        assert again < 1e-5, "attention that was wrapped twice would trade tokens for heads twice"
-        assert step < 1e-5
+    for found, num_shares in patching.run(as_without, model_folder, settings):
+        assert {name: off for name, off in found.items() if not off < 1e-5} == {}
         assert num_shares == 1
+
+
+@pytest.mark.dist
+@pytest.mark.usefixtures("patching")
+class TestSeveralEnginesThatSplitSequences(EngineConformance):
+    backend = "fsdp_turbo"
+    settings: ClassVar[Mapping[str, Any]] = BY_ENGINE | {"memory": {"recompute": True}}
+    only: ClassVar[tuple[str, ...]] = ("several_engines",)
 
 
 def without_a_patch(rank: int, folder: Path) -> str:
     import transformers.models.qwen3.modeling_qwen3 as modeling
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(patches, "_done", {})
         patch.setattr(modeling.Qwen3Model, "forward", _whole)
         driver = build(rank, folder, **{**BY_MODEL, "module_patches": []})
         return refusal(lambda: driver.infer(make_sequences(2)))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from plugins.verl_megatron_mindspeed.tests.engines import LAYOUTS, WHOLE, another_driver, forget_groups, new_driver
 from plugins.verl_megatron_mindspeed.tests.model_families import write_family
@@ -15,9 +16,11 @@ from plugins.verl_megatron_mindspeed.tests.prepared_ranks import prepared
 from verl_engine.batch.sequence import Sequence
 from verl_engine.contract.errors import UnsupportedError
 from verl_engine.engine.checkpoints.store import CheckpointStore
+from verl_engine.engine.worker import EngineWorker
 from verl_engine.testing.conformance.driver import differences
 from verl_engine.testing.conformance.reference import make_sequences, weighted_loss
 from verl_engine.testing.conformance.values import value_loss
+from verl_megatron_mindspeed.config import MegatronConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -189,6 +192,30 @@ def test_actor_reference_and_critic_of_one_process_compute_what_they_compute_alo
     roles = [actor, {**reference, "forward_only": True}, {**critic, "head": "value", "param_dtype": "bfloat16"}]
     alone = ranks.run(one_by_one, folders["dense"], roles)
     torch.testing.assert_close(ranks.run(in_turns, folders["dense"], roles), alone, rtol=0, atol=0)
+
+
+def open_and_close(rank: int, folder: Path) -> tuple[list[float], list[int]]:
+    """Use a worker twice in the process group of the ranks; return losses, and how many groups there are meanwhile."""
+    forget_groups()
+    config = MegatronConfig(device="cpu", learning_rate=1e-2, tensor_parallel_size=2)
+    losses, num_groups = [], []
+    for _ in range(2):
+        num_groups.append(len(dist.distributed_c10d._world.pg_map))
+        worker = EngineWorker(config, folder, rank, 2)
+        worker.prepare()
+        worker.create()
+        num_groups.append(len(dist.distributed_c10d._world.pg_map))
+        losses.append(worker.train_batch([make_sequences(4)], weighted_loss).loss)
+        worker.close()
+    return losses, num_groups
+
+
+def test_a_closed_worker_ends_the_groups_of_its_engine_and_another_makes_them_anew(
+    ranks: RankPool, folders: dict[str, Path]
+) -> None:
+    for losses, num_groups in ranks.run(open_and_close, folders["dense"]):
+        assert losses[0] == losses[1]
+        assert num_groups[0] == num_groups[2] < num_groups[1] == num_groups[3]
 
 
 def _go_on(driver: Driver) -> list[float]:

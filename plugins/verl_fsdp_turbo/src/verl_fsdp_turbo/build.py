@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,9 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from verl_engine.contract.errors import ConfigError, ModelError
 from verl_engine.engine.weights.engine_weights import EngineWeights
 from verl_fsdp.engine import ShardedEngine, device_of_rank
-from verl_fsdp.forward.micro_batch import MicroBatchForward
 from verl_fsdp.fsdp2.abandoned_pass import groups_of
-from verl_fsdp.fsdp2.passes import FullyShardedPasses, fsdp_modules
+from verl_fsdp.fsdp2.passes import fsdp_modules
 from verl_fsdp.mesh import divide_data
 from verl_fsdp.model.float32_parts import float32_parameters
 from verl_fsdp.model.loading import load_model
@@ -23,16 +23,17 @@ from verl_fsdp.model.materialize import Materializer
 from verl_fsdp.model.packable import why_not_packed
 from verl_fsdp.update.grad_norm import clip_by_norm
 from verl_fsdp.update.held_gradients import choose_sync
-from verl_fsdp_turbo import patches
 from verl_fsdp_turbo.clipping import library_clip
 from verl_fsdp_turbo.library import Library
 from verl_fsdp_turbo.library_config import library_config
 from verl_fsdp_turbo.modules import for_model
 from verl_fsdp_turbo.parallel_state import divide_ranks
+from verl_fsdp_turbo.passes import TurboForward, TurboPasses
+from verl_fsdp_turbo.patches import Replacements
 from verl_fsdp_turbo.ulysses import require_splittable, split_run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from torch.distributed.fsdp import FSDPModule
@@ -58,8 +59,16 @@ def build(config: FsdpTurboConfig, model_folder: Path) -> ShardedEngine:
     else:
         model = _load_splittable(config, model_folder, sequence)
         split = partial(split_run, config, group=sequence, dtype=getattr(torch, config.param_dtype))
-    model_forward = MicroBatchForward(model, config, sequence, split)
-    root = _shard(model, config, library, values, device.torch_device)
+    replacements = Replacements()
+
+    @contextmanager
+    def in_use() -> Iterator[None]:
+        with division.in_use(), replacements.in_use():
+            yield
+
+    model_forward = TurboForward(in_use, model, config, sequence, split)
+    with division.in_use():
+        root = _shard(model, config, library, values, replacements, device.torch_device)
     weights = EngineWeights(cast("torch.nn.Module", root))
     trained = [parameter for parameter in weights.parameters.values() if parameter.requires_grad]
     gathered, own = sum(map(_num_gathered, trained)), sum(map(_num_own, trained))
@@ -67,7 +76,7 @@ def build(config: FsdpTurboConfig, model_folder: Path) -> ShardedEngine:
         clip_by_norm, trained, config.max_grad_norm, plain_copies=num_ranks, device=device.torch_device
     )
     sync = choose_sync(config, gathered, 1, device, num_own=own)
-    return ShardedEngine(config, device, data_parallel, model_forward, weights, FullyShardedPasses(root), sync, clip)
+    return ShardedEngine(config, device, data_parallel, model_forward, weights, TurboPasses(root, in_use), sync, clip)
 
 
 def _load_splittable(config: FsdpTurboConfig, model_folder: Path, group: dist.ProcessGroup) -> PreTrainedModel:
@@ -84,7 +93,12 @@ def _load_splittable(config: FsdpTurboConfig, model_folder: Path, group: dist.Pr
 
 
 def _shard(
-    model: PreTrainedModel, config: FsdpTurboConfig, library: Library, values: dict[str, Any], device: torch.device
+    model: PreTrainedModel,
+    config: FsdpTurboConfig,
+    library: Library,
+    values: dict[str, Any],
+    replacements: Replacements,
+    device: torch.device,
 ) -> FSDPModule:
     """Let the library shard the model, and then give each rank its shard of the weights.
 
@@ -98,18 +112,16 @@ def _shard(
             "backend fsdp2"
         )
     values = for_model(values, model)
-    pending = patches.without_done(values)
     fill = Materializer(model, device).defer()
     try:
-        with patches.keep_reductions():
-            wrapper = library.main.FSDPTurbo(library.build_config(pending), model)
+        with replacements.recorded(values):
+            wrapper = library.main.FSDPTurbo(library.build_config(values), model)
     except (AssertionError, AttributeError, RuntimeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
             f"fsdp_turbo cannot shard {type(model).__name__} as configured ({type(error).__name__}: {error})"
         ) from error
-    patches.note_done(values)
     root: FSDPModule = wrapper.model
     fill()
     _check_precision(root, config)

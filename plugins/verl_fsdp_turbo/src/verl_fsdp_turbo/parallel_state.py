@@ -1,11 +1,12 @@
-"""The library's division of the ranks, of which a process has one: made before others can, and checked.
+"""The library's division of the ranks: made before others can, and checked.
 
-A second call with other sizes is ignored by the library silently, and so is a first one after somebody only
-looked.
+The library has one per process: a second call with other sizes is ignored silently, and so is a first one after
+somebody only looked. So each engine's is put in place while that engine runs.
 """
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,9 +14,10 @@ import torch.distributed as dist
 
 from verl_engine.contract.errors import ConfigError, PluginError, UnsupportedError
 from verl_engine.engine.base import DataParallel
+from verl_engine.engine.process_group import is_alive
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -33,21 +35,29 @@ _AXES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
-    sizes: Mapping[str, int]
-    world: object
-    """The process group of all ranks: meshes over one that is gone are of no use."""
-
-
-_made: list[_Made] = []
-"""None or one, as the library has none or one."""
-
-
-@dataclass(frozen=True, slots=True)
 class RankDivision:
     """Who shares what, of the library's groups."""
 
+    library: Library
     state: Any
+    sizes: Mapping[str, int]
+    """By the library's names of its config's fields."""
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Let the library's functions find this division inside, whichever was made last."""
+        current = self.library.state.get_parallel_state()
+        if current is self.state:
+            yield
+            return
+        before = dict(vars(current))
+        vars(current).clear()
+        vars(current).update(vars(self.state))
+        try:
+            yield
+        finally:
+            vars(current).clear()
+            vars(current).update(before)
 
     @property
     def weights(self) -> DeviceMesh:
@@ -72,30 +82,39 @@ class RankDivision:
         return DataParallel(state.get_rank(axis), state.get_group_size(axis), state.get_group(axis))
 
 
+_made: list[RankDivision] = []
+"""Those of this process. The library knows the newest only."""
+
+
 def divide_ranks(library: Library, values: Mapping[str, Any]) -> RankDivision:
-    """Make the division, or take the one that this process has if it is the same.
+    """Make the division, or take one that this process has if it is the same.
 
     Args:
         library: as installed.
         values: of its config.
     Raises:
-        UnsupportedError: the process has another one.
+        UnsupportedError: the process has another one, and this release of the library can make one only.
         PluginError: somebody else made one, which does not fit.
         ConfigError: the sizes do not divide the ranks.
     Collectives: those of new device meshes.
     """
     if not dist.is_initialized():
         raise PluginError("fsdp_turbo would start a process group of its own, over hccl: start one before the engine")
-    world = dist.group.WORLD
     sizes = {name: size for name, size in values["distributed"].items() if name.endswith("_size")}
-    if _made and _made[0].world is not world:
-        _forget(library)
-    if _made and dict(_made[0].sizes) != dict(sizes):
+    before = _made[:]
+    _made[:] = [division for division in before if is_alive(division.state.get_group("fsdp"))]
+    for division in _made:
+        if division.sizes == sizes:
+            return division
+    if before and not library.can_reset:
         raise UnsupportedError(
-            f"this process has an engine for which fsdp_turbo divided the ranks as {_text(_made[0].sizes)}, and it "
-            f"knows one division per process: it would go on with it, silently, instead of {_text(sizes)}. Give "
-            "both engines the same sizes, or each a process of its own"
+            f"fsdp_turbo has divided the ranks of this process as {_text(before[-1].sizes)}, and this release of it "
+            f"cannot divide them anew, as {_text(sizes)}: it would go on with what it has, silently. Give all engines "
+            "of a process the same sizes and process group, or each a process of its own; newer releases have "
+            "reset_parallel_state"
         )
+    if before:
+        library.state.reset_parallel_state()
     try:
         state = library.state.init_parallel_state(library.build_config(values))
     except AssertionError as error:
@@ -103,30 +122,14 @@ def divide_ranks(library: Library, values: Mapping[str, Any]) -> RankDivision:
             f"fsdp_turbo cannot divide {dist.get_world_size()} ranks as {_text(sizes)}: {error}"
         ) from error
     found = {size: state.get_group_size(axis) for size, axis in _AXES.items()}
-    if found != dict(sizes):
+    if found != sizes:
         raise PluginError(
             f"fsdp_turbo's division of the ranks was made by somebody else before this engine, as {_text(found)}, and "
             f"cannot be made again as {_text(sizes)}: a call of get_parallel_state() is enough for that. Build the "
             "engine first"
         )
-    if not _made:
-        _made.append(_Made(dict(sizes), world))
-    return RankDivision(state)
-
-
-def _forget(library: Library) -> None:
-    """Drop a division over a process group that is gone.
-
-    Raises:
-        UnsupportedError: this release of the library cannot.
-    """
-    if not library.can_reset:
-        raise UnsupportedError(
-            "the process group was started anew, and this release of fsdp_turbo keeps its meshes over the old one; a "
-            "newer one has reset_parallel_state. Start a fresh process"
-        )
-    library.state.reset_parallel_state()
-    _made.clear()
+    _made.append(RankDivision(library, state, sizes))
+    return _made[-1]
 
 
 def _text(sizes: Mapping[str, int]) -> str:

@@ -1,98 +1,115 @@
-"""Functions that the library replaces for the whole process: once, however many engines are built in it.
+"""Functions that the library replaces in other packages: for the engine that wants them, while that engine runs.
 
-The library wraps a function anew with each engine. Wrapped twice, attention would trade tokens for heads twice.
+The library replaces them for the whole process, and once more with each engine. So they would change other engines:
+attention that was wrapped twice trades tokens for heads twice, and where nobody splits sequences it would trade too.
 """
 
 from __future__ import annotations
 
-import copy
 import importlib
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+import inspect
+import sys
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch.distributed as dist
 
-from verl_engine.contract.errors import ConfigError, UnsupportedError
+from verl_engine.contract.errors import ConfigError
+from verl_engine.patching.references import stored_names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 _FUNCTION_LISTS: Final = ("ulysses_function_patches", "loss_function_patches")
-
 _REDUCTIONS: Final = ("all_reduce", "reduce_scatter", "reduce_scatter_tensor")
 
-_done: dict[str, tuple[str, object]] = {}
-"""By dotted path of what was replaced: by what, and the function that stands there since."""
+
+class _Name(NamedTuple):
+    """One place of a function, with what is there otherwise, and what is there for the engine."""
+
+    holder: object
+    name: str
+    plain: object
+    replaced: object
 
 
-def without_done(values: dict[str, Any]) -> dict[str, Any]:
-    """Take out of the library's config what an earlier engine of this process has had replaced already.
+class Replacements:
+    """What one engine has had replaced."""
 
-    Args:
-        values: as `library_config` gives them; unchanged.
-    Raises:
-        UnsupportedError: an earlier engine had the same function replaced by something else, or somebody undid it.
-        ConfigError: a function cannot be found.
-    """
-    pending = copy.deepcopy(values)
-    for target, what in _wanted(values):
-        current = _resolve(target)
-        if target not in _done:
-            continue
-        kind, stands = _done[target]
-        if kind != what:
-            raise UnsupportedError(
-                f"an engine of this process had {target} replaced for {kind}, and this one wants {what}; a function "
-                "can be replaced once per process. Give each engine a process of its own"
-            )
-        if current is not stands:
-            raise UnsupportedError(
-                f"{target} was replaced for {kind} by an earlier engine of this process, and has been changed since; "
-                "start a fresh process"
-            )
-    plan = pending["distributed"].get("cp_plan", {})
-    for name in _FUNCTION_LISTS:
-        for patch in plan.get(name, ()):
-            patch["target_functions"] = [target for target in patch["target_functions"] if target not in _done]
-        if name in plan:
-            plan[name] = [patch for patch in plan[name] if patch["target_functions"]]
-    return pending
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self._names: list[_Name] = []
 
+    @contextmanager
+    def recorded(self, values: dict[str, Any]) -> Iterator[None]:
+        """Take note of what the library replaces inside, and put back what was there.
 
-def note_done(values: dict[str, Any]) -> None:
-    """Remember what was replaced, after the library has done so."""
-    for target, what in _wanted(values):
-        _done[target] = (what, _resolve(target))
+        That the library wraps torch's reductions, once more with each engine that has experts, is undone for good: its
+        wrapper plays an operation that some devices lack, and that this engine does not use; and it waits for all that
+        others of the process start asynchronously.
 
+        Args:
+            values: of the library's config, as `library_config` gives them.
+        Raises:
+            ConfigError: a function cannot be found.
+        """
+        for patch in values["module_patches"]:  # or these would take what is replaced before they are imported
+            with suppress(ImportError):
+                importlib.import_module(patch["replacement"].rpartition(".")[0])
+        before = [place for target in _targets(values) for place in _places(*_find(target))]
+        reductions = {name: getattr(dist, name) for name in _REDUCTIONS}
+        try:
+            yield
+        finally:
+            for name, function in reductions.items():
+                setattr(dist, name, function)
+            for holder, name, plain in before:
+                replaced = inspect.getattr_static(holder, name)
+                if replaced is not plain:
+                    self._names.append(_Name(holder, name, plain, replaced))
+            _put((each, each.plain) for each in self._names)
 
-@contextmanager
-def keep_reductions() -> Iterator[None]:
-    """Undo that the library wraps torch's reductions, once more with each engine that has experts.
-
-    Its wrapper plays an operation that some devices lack, and that this engine does not use; and it waits for all that
-    others of the process start asynchronously.
-    """
-    plain = {name: getattr(dist, name) for name in _REDUCTIONS}
-    try:
-        yield
-    finally:
-        for name, function in plain.items():
-            setattr(dist, name, function)
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Put the replacements in place inside; harmless where they are."""
+        before = [(each, inspect.getattr_static(each.holder, each.name)) for each in self._names]
+        _put((each, each.replaced) for each in self._names)
+        try:
+            yield
+        finally:
+            _put(before)
 
 
-def _wanted(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each function to replace, and by what."""
+def _put(values: Iterable[tuple[_Name, object]]) -> None:
+    for each, value in values:
+        setattr(each.holder, each.name, value)
+
+
+def _targets(values: dict[str, Any]) -> Iterator[str]:
+    """Yield each function that is to be replaced."""
     plan = values["distributed"].get("cp_plan", {})
     for name in _FUNCTION_LISTS:
         for patch in plan.get(name, ()):
-            for target in patch["target_functions"]:
-                yield target, patch["type"]
+            yield from patch["target_functions"]
     for patch in values["module_patches"]:
-        yield patch["target"], patch["replacement"]
+        yield patch["target"]
 
 
-def _resolve(path: str) -> object:
-    """Find what a dotted path leads to: a function of a module, or of a class in one."""
+def _places(holder: object, name: str) -> Iterator[tuple[object, str, object]]:
+    """Yield where the library may replace a function, and the function: in its class, or under any name of a module."""
+    plain = inspect.getattr_static(holder, name)
+    yield holder, name, plain
+    if isinstance(holder, type):
+        yield from ((base, name, plain) for base in holder.__mro__[1:] if vars(base).get(name) is plain)
+        return
+    for module in list(sys.modules.values()):
+        for other, value in list(stored_names(module).items()):
+            if value is plain and (module, other) != (holder, name):
+                yield module, other, plain
+
+
+def _find(path: str) -> tuple[object, str]:
+    """Find what holds the function that a dotted path leads to, a module or a class in one, and its name there."""
     names = path.split(".")
     for split in range(len(names) - 1, 0, -1):
         try:
@@ -101,12 +118,13 @@ def _resolve(path: str) -> object:
             if error.name is None or not f"{path}.".startswith(f"{error.name}."):
                 raise ConfigError(f"{path} cannot be replaced: importing its module failed ({error})") from error
             continue
+        holder = found
         for name in names[split:]:
             if not hasattr(found, name):
                 raise ConfigError(
                     f"{path} cannot be replaced: there is no {name} in {getattr(found, '__name__', found)}; check the "
                     "path, and the release of transformers"
                 )
-            found = getattr(found, name)
-        return found
+            holder, found = found, getattr(found, name)
+        return holder, names[-1]
     raise ConfigError(f"{path} cannot be replaced: no module of this name can be imported")

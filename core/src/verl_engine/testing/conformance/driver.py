@@ -85,7 +85,7 @@ class Driver:
 
     def outputs(self, sequences: list[Sequence], names: tuple[OutputName, ...]) -> list[dict[str, torch.Tensor]]:
         """Return what the engine says of each sequence, by names of `TokenOutput`, as `infer` does."""
-        (found,) = self._worker.infer_outputs([sequences], names)
+        (found,) = self.worker.infer_outputs([sequences], names)
         return [{name: torch.from_numpy(part) for name, part in parts.items()} for parts in found]
 
     def share(self, sequences: list[Sequence], num_micro_batches: int = 2) -> list[list[Sequence]]:

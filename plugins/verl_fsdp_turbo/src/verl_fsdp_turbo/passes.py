@@ -1,0 +1,53 @@
+"""Forward and backward beside other engines of the process: what the library keeps once is put in place for each."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from verl_fsdp.forward.micro_batch import MicroBatchForward
+from verl_fsdp.fsdp2.passes import FullyShardedPasses
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
+    from torch.distributed.fsdp import FSDPModule
+
+    from verl_engine.batch.packed import PackedBatch
+    from verl_engine.engine.temperature import Temperature
+    from verl_engine.engine.token_output import TokenOutput
+
+
+class TurboForward(MicroBatchForward):
+    """See the base class."""
+
+    def __init__(self, in_use: Callable[[], AbstractContextManager[None]], *args: Any) -> None:
+        """Look at the model; see the base class.
+
+        Args:
+            in_use: makes a context in which the library's state is this engine's.
+            args: of the base class.
+        """
+        super().__init__(*args)
+        self._in_use = in_use
+
+    def __call__(self, model: Any, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
+        """Run the model on a micro-batch; see the base class."""
+        with self._in_use():
+            return super().__call__(model, batch, temperature)
+
+
+class TurboPasses(FullyShardedPasses):
+    """See the base class."""
+
+    def __init__(self, root: FSDPModule, in_use: Callable[[], AbstractContextManager[None]]) -> None:
+        """Look at a sharded model; for `in_use` see `TurboForward`."""
+        super().__init__(root)
+        self._in_use = in_use
+
+    @contextmanager
+    def gradient_sync(self, *, reduce: bool, is_last: bool = True) -> Iterator[None]:
+        """Reduce gradients, or not; a backward may run a part of the forward again."""
+        with self._in_use(), super().gradient_sync(reduce=reduce, is_last=is_last):
+            yield

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from plugins.verl_async.tests.embedded_models import PROMPTS, SIZES, embedded, full_log_probs, request
+from plugins.verl_async.tests.embedded_models import PROMPTS, SIZES, embedded, full_log_probs, qwen3, request
 from verl_async.rollout.in_process import generate
 from verl_engine.contract.errors import ModelError
 
@@ -80,6 +80,23 @@ def test_log_probs_are_those_of_a_whole_forward(tmp_path: Path, kind: str) -> No
         right = full_log_probs(model, asked.prompt_ids, found.token_ids)
         assert found.log_probs == pytest.approx(right, abs=2e-5)
     assert generate(engine, requests[1:2])[0].token_ids == together[1].token_ids
+
+
+def test_keys_and_values_are_not_repeated_for_grouped_query_heads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = embedded(qwen3(), tmp_path)
+    seen: list[tuple[torch.Size, torch.Size]] = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def watch(query: torch.Tensor, key: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        seen.append((query.shape, key.shape))
+        return attend(query, key, *rest, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watch)
+    [found] = generate(engine, [request(num=4)])
+    assert [shapes[0][1:3] for shapes in seen[-2:]] == [(2, 2), (2, 2)], "four query heads, two of keys"
+    assert found.log_probs == pytest.approx(full_log_probs(qwen3(), PROMPTS[0], found.token_ids), abs=1e-5)
 
 
 def test_bfloat16_hides_what_padding_does_to_a_state(tmp_path: Path) -> None:

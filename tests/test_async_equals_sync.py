@@ -64,7 +64,8 @@ def train_in_a_plain_loop(rank: int, recipe: Path, folder: Path) -> None:
     sys.path.append(str(recipe.parent))
     job = load_train_job(recipe, [])
     texts = ModelTexts.load(job.model.path)
-    source = PromptSource(read_training_prompts(job, texts), job.data.seed, job.data.shuffle)
+    prompts, _ = read_training_prompts(job, texts, print)
+    source = PromptSource(prompts, job.data.seed, job.data.shuffle)
     reward = load_reward(RewardFunctionConfig(function="plus_signs.score"))
     assert isinstance(job.rollout, EmbeddedConfig)
     rollout = EmbeddedEngine(job.rollout, job.model.path)
@@ -72,7 +73,7 @@ def train_in_a_plain_loop(rank: int, recipe: Path, folder: Path) -> None:
     worker.create()
     loss = ClippedPolicyLoss(job.algorithm.clip_low, job.algorithm.clip_high)
     number = 0
-    for step in range(job.trainer.num_steps):
+    for step in range(job.trainer.steps):
         groups: list[ScoredGroup] = []
         for size in (3, 3, 2):  # eight prompts, at most three at a time
             draws = [source.draw(number + index) for index in range(size)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from tests.end_to_end import read_lines, run
+from tests.end_to_end import Job, read_lines, run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,6 +55,33 @@ def test_two_ranks_two_workers_ahead_of_training(task: Task, tmp_path: Path, clu
     assert all(record["staleness_max"] <= 2 for record in ended.records("step"))
     assert all(math.isfinite(record["importance_weight"]) for record in ended.records("step"))
     assert [record["weight_version"] for record in ended.records("step")] == [0, 1, 1, 2]
+
+
+@pytest.mark.nightly
+def test_an_epoch_of_two_files_scored_by_two_rewards_one_of_which_fails(
+    task: Task, tmp_path: Path, cluster: Cluster
+) -> None:
+    folder = task.model.parent
+    rewards = "{function: tests.end_to_end_rewards.count_even}, {function: tests.end_to_end_rewards:Judge, weight: 0.5,"
+    settings = (
+        f"data.prompts=[{{path: {folder}/prompts.jsonl, weight: 3}}, {{path: {folder}/held_out.jsonl, weight: 1}}]",
+        "trainer.num_steps=null", "trainer.num_epochs=1", "engine.lr_schedule=cosine",
+        "reward.function=null", f"reward.functions=[{rewards} config: {{bonus: 2.0}}}}]",
+        "reward.on_error=drop", "reward.timeout_s=2",
+    )  # fmt: skip
+    with Job("train", task.train, tmp_path / "out", settings, cluster) as job:  # the warnings are on standard error
+        ended = job.wait()
+    assert ended.code == 0, ended.stderr
+    check_training(ended, task.model)
+    assert ended.summary["num_steps"] == 8  # of four prompts: the smaller file's eight are a quarter
+    steps = ended.records("step")
+    assert [sum(step.get(f"scoring/{name}", 0) for step in steps) for name in ("errors", "dropped_samples")] == [2, 2]
+    assert all(record["reward/Judge/score"] <= 2.0 and record["reward/Judge/length"] > 0 for record in steps)
+    assert steps[0]["learning_rate"] > steps[-1]["learning_rate"]
+    failed, stuck = sorted(ended.summary["warnings"], key=lambda text: "is stuck" in text)
+    assert "is stuck: no score after reward.timeout_s=2 seconds" in stuck
+    assert "gave null" in failed
+    assert all(" of data.prompts[" in text for text in (stuck, failed))
 
 
 def evaluation(task: Task) -> str:

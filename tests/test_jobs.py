@@ -12,7 +12,7 @@ from examples import addition_data, chain_sum_data
 from examples.chain_sum_check import read_losses
 from examples.chain_sum_reward import score
 from tests.repository import ROOT, run_python
-from verl_async.data.examples import read_examples
+from verl_async.data.examples import Example, read_examples
 from verl_async.data.prompts import read_prompts
 
 if TYPE_CHECKING:
@@ -161,7 +161,8 @@ def test_megatron_needs_another_engine_section_and_nothing_else() -> None:
 def test_no_held_out_sum_is_trained_on(addition: Path) -> None:
     held_out = {str(prompt.prompt) for prompt in read_prompts(addition / "eval.jsonl", "evaluation.prompts")}
     trained = {str(prompt.prompt) for prompt in read_prompts(addition / "train.parquet", "data.prompts")}
-    examples = {str(example.prompt) for example in read_examples(addition / "sft.parquet", "data.examples")}
+    rows = read_examples(addition / "sft.parquet", "data.examples")
+    examples = {str(row.prompt) for row in rows if isinstance(row, Example)}
     assert len(held_out) == addition_data.NUM_HELD_OUT
     assert held_out.isdisjoint(trained)
     assert examples == trained

@@ -68,8 +68,10 @@ def _row(random: Random, *, broken: bool) -> dict[str, Any]:
         "extra_info": {"index": 3},
         "response": "2",
     }
+    if broken and random.random() < 0.2:
+        row = {"messages": [*_chat(random), {"role": "assistant", "content": "2", "train": random.random() < 0.5}]}
     for _ in range(random.randrange(3) if broken else 0):
-        name = random.choice([*row, "images", "other"])
+        name = random.choice([*row, "images", "other", "messages"])
         match random.randrange(3):
             case 0:
                 row.pop(name, None)

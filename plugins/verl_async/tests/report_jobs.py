@@ -6,16 +6,15 @@ from pathlib import Path
 
 from verl_async.asynchrony.timeline import Span
 from verl_async.config import (
-    DataConfig,
     EvaluationConfig,
     ModelConfig,
     RolloutConfig,
-    SftDataConfig,
     SftJob,
     SftTrainerConfig,
     TrainerConfig,
     TrainJob,
 )
+from verl_async.data_config import DataConfig, SftDataConfig
 from verl_async.report.record import RunRecord
 from verl_engine.contract.engine_config import EngineConfig
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from plugins.verl_async.tests.job_files import sft_settings, train_settings, write_backend, write_recipe
-from verl_async.job import load_sft_job, load_train_job, resolved
+from verl_async.job import load_sft_job, load_train_job, resolved, with_steps
 from verl_async.report.output_folder import config_yaml
 from verl_engine.contract.errors import ConfigError, UnknownPluginError, UnsupportedError
 
@@ -245,3 +245,49 @@ def test_a_resolved_job_loads_as_an_equal_job(overrides: dict[str, Any], recipe:
 def test_a_resolved_sft_job_loads_as_an_equal_job(tmp_path: Path) -> None:
     job = load_sft_job(write_recipe(tmp_path / "recipe.yaml", sft_settings(tmp_path)))
     assert load_sft_job(write_recipe(tmp_path / "config.yaml", resolved(job))) == job
+
+
+def test_epochs_are_counted_in_steps_when_the_rows_are_read(recipe: Path, tmp_path: Path) -> None:
+    settings = ["trainer.num_steps=null", "trainer.num_epochs=3", "async_training.require_batches=2"]
+    job = load_train_job(recipe, settings)
+    assert (job.trainer.num_steps, job.engine.total_steps, job.optimizer_steps) == (None, None, None)
+    assert load_train_job(write_recipe(recipe.with_name("config.yaml"), resolved(job))) == job
+    counted = with_steps(job, 10)  # 30 prompts, 4 a step
+    assert (counted.trainer.steps, counted.engine.total_steps) == (8, 16)
+    assert with_steps(counted, 99) is counted
+    given = with_steps(load_train_job(recipe, [*settings, "engine.total_steps=5"]), 10)
+    assert (given.trainer.steps, given.engine.total_steps) == (8, 5)
+    late = load_train_job(recipe, [*settings, "engine.warmup_steps=16"])
+    with pytest.raises(ConfigError, match="warmup_steps=16 must be below total_steps=16"):
+        with_steps(late, 10)
+    sft = write_recipe(tmp_path / "sft.yaml", sft_settings(tmp_path / "sft"))
+    supervised = with_steps(load_sft_job(sft, settings[:2]), 10)
+    assert (supervised.trainer.steps, supervised.engine.total_steps) == (8, 8)
+
+
+def test_a_job_has_steps_or_epochs(recipe: Path) -> None:
+    assert "trainer: num_steps=3, num_epochs=2: give one of them" in _message(recipe, "trainer.num_epochs=2")
+    assert "num_steps=null, num_epochs=null: give one of them" in _message(recipe, "trainer.num_steps=null")
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("data.prompts=[]", "data.prompts=[]: must be a file, or a list with at least one"),
+        ("data.prompts=[{path: a.jsonl, weight: 1}, {path: b.jsonl}]", "the file at index 1 has no weight"),
+        ("data.prompts=[{path: a.jsonl, weight: 0}]", "data.prompts[0].weight=0: must be greater than 0"),
+        ("data.prompts=[{file: a.jsonl}]", "data.prompts[0].path is missing"),
+        ("data.overlong=cut", "data.overlong='cut': must be 'error' or 'drop'"),
+        ("data.chat_template={tokenize: true}", "'tokenize' is set by the job itself; leave it out"),
+        ("data.chat_template={tools: [search]}", "tools must be a list of mappings"),
+    ],
+)
+def test_data_settings_that_are_refused(recipe: Path, setting: str, message: str) -> None:
+    assert message in _message(recipe, setting)
+
+
+def test_paths_of_several_files_are_absolute(recipe: Path) -> None:
+    job = load_train_job(recipe, ["data.prompts=[{path: a.jsonl}, {path: ~/b.jsonl}]"])
+    assert not isinstance(job.data.prompts, Path)
+    assert [file.path for file in job.data.prompts] == [Path.cwd() / "a.jsonl", Path.home() / "b.jsonl"]
+    assert load_train_job(write_recipe(recipe.with_name("config.yaml"), resolved(job))) == job

@@ -147,6 +147,26 @@ def test_a_missing_prompt_file_is_refused(check: Check) -> None:
     assert "data.prompts=/nowhere.jsonl: no such file" in _refused(check, DataError, "data.prompts=/nowhere.jsonl")
 
 
+def test_each_of_several_files_is_checked(check: Check, tmp_path: Path) -> None:
+    extra = write_lines(tmp_path / "extra.jsonl", [{"data_source": "sums", "prompt": "1"}])
+    files = f"data.prompts=[{{path: {tmp_path / 'prompts.jsonl'}}}, {{path: {extra}}}]"
+    message = _refused(check, DataError, files)
+    assert message.startswith(f"data.prompts[1]={extra}, line 1: no column 'reward_model'")
+    write_prompts(extra, 2)
+    assert check(files, "trainer.mini_batch_size=6") == []
+    (remark,) = check(files, "trainer.mini_batch_size=7")
+    assert remark.startswith("data.prompts holds 6 prompts, fewer than the 7 of one training step")
+
+
+def test_arguments_for_a_chat_template_need_a_chat(check: Check, tmp_path: Path) -> None:
+    message = _refused(check, ConfigError, "data.chat_template={think: true}")
+    assert message.startswith("data.chat_template={'think': True}: no prompt of data.prompts is a chat; leave it out")
+    recipe = write_recipe(tmp_path / "sft.yaml", sft_settings(tmp_path / "sft"))
+    turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    write_lines(tmp_path / "sft" / "examples.jsonl", [{"messages": turns}] * 4)
+    assert check_sft_job(load_sft_job(recipe, ["data.chat_template={think: true}"]), None) == []
+
+
 def test_an_empty_evaluation_file_is_refused(check: Check, tmp_path: Path) -> None:
     (tmp_path / "held_out.jsonl").write_text("")
     assert "evaluation.prompts=" in _refused(check, DataError)

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from verl_async.data.examples import Example
 from verl_async.data.prompts import Prompt
 from verl_async.data.tokenization import (
+    check_settings,
     check_vocabulary,
     decode_response,
     encode_example,
@@ -18,7 +19,7 @@ from verl_async.data.tokenization import (
     stop_token_ids,
 )
 from verl_async.errors import DataError
-from verl_engine.contract.errors import ModelError
+from verl_engine.contract.errors import ConfigError, ModelError
 
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<user>", "<assistant>"]
 PAD, BOS, EOS, USER, ASSISTANT = range(5)
@@ -153,3 +154,25 @@ def test_a_response_is_decoded_without_special_tokens() -> None:
     tokenizer = make_tokenizer()
     assert decode_response(tokenizer, [*ids("3 =3"), EOS]) == "3 =3"
     assert decode_response(tokenizer, ()) == ""
+
+
+THINKS = TEMPLATE.replace("<assistant>{% endif %}", "<assistant>{% if think is false %}+{% endif %}{% endif %}")
+
+
+def test_arguments_reach_the_template() -> None:
+    tokenizer = make_tokenizer(template=THINKS)
+    assert encode_prompt(tokenizer, prompt_of(CHAT), 8, "data.prompts", {"think": False})[-1:] == ids("+")
+    assert encode_prompt(tokenizer, prompt_of(CHAT), 8, "data.prompts", {"think": True})[-1] == ASSISTANT
+    tools = "{% for tool in tools %}{{ tool.name }}{% endfor %}"
+    tokenizer = make_tokenizer(template=tools + TEMPLATE)
+    prompt = encode_prompt(tokenizer, prompt_of(CHAT), 9, "data.prompts", {"tools": [{"name": "7"}]})
+    assert prompt[:2] == (*ids("7"), BOS)
+    example = encode_example(tokenizer, Example(0, CHAT, "3"), 99, "data.examples", {"tools": [{"name": "7"}]})
+    assert example.token_ids[:2].tolist() == [*ids("7"), BOS]
+
+
+def test_an_argument_that_the_template_does_not_read_is_refused() -> None:
+    check_settings(make_tokenizer(template=THINKS), {"think": True})
+    for tokenizer in (make_tokenizer(), make_tokenizer(template=None)):
+        with pytest.raises(ConfigError, match=r"data.chat_template.think: the model's chat template does not read it"):
+            check_settings(tokenizer, {"think": True})

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, model_validator
 
+from verl_async.data_config import DataConfig, NamedPath, SftDataConfig
 from verl_async.reward_config import LONGEST_S, RewardConfig
-from verl_engine.contract.bounded import LARGEST_COUNT, Count, CountOrZero, Positive, Ranks, Seed, Threads
+from verl_engine.contract.bounded import Count, CountOrZero, Positive, Ranks, Threads
 from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.strict_model import StrictModel
 
@@ -16,46 +16,11 @@ _COLDEST: Final = 1e-4
 """Of sampling: logits divided by far less overflow."""
 
 
-def _named(path: object) -> object:
-    if path == "":  # would be the current folder
-        raise ValueError("must not be empty")
-    return path
-
-
-NamedPath = Annotated[Path, BeforeValidator(_named)]
-
-
 class ModelConfig(StrictModel):
     """Which model is trained."""
 
     path: NamedPath
     """Hugging Face model folder: config.json, safetensors weights and the tokenizer."""
-
-
-class DataConfig(StrictModel):
-    """Prompts, in verl's columns: data_source, prompt, reward_model.ground_truth, extra_info."""
-
-    prompts: NamedPath
-    """Parquet or JSONL file of training prompts."""
-    max_prompt_tokens: Count = 1024
-    """A longer prompt is an error that names the row: nothing is cut silently."""
-    shuffle: bool = True
-    """Draw a new order in each pass over the file, from ``seed``."""
-    seed: Seed = 0
-    """Order of the prompts, and the random streams of sampling."""
-
-
-class SftDataConfig(StrictModel):
-    """Supervised examples: a prompt (chat list or text) and the response to learn."""
-
-    examples: NamedPath
-    """Parquet or JSONL file with columns ``prompt`` and ``response``."""
-    max_tokens: int = Field(default=2048, ge=2, le=LARGEST_COUNT)
-    """Prompt and response together; a longer example is an error that names the row."""
-    shuffle: bool = True
-    """Draw a new order in each pass over the file, from ``seed``."""
-    seed: Seed = 0
-    """Order of the examples."""
 
 
 class RolloutConfig(StrictModel):
@@ -122,14 +87,39 @@ class AlgorithmConfig(StrictModel):
     """Leave out groups whose rewards are all equal: their advantages are zero, so they only cost time."""
 
 
-class TrainerConfig(StrictModel):
+class _Length(StrictModel):
+    """How long training takes: exactly one of steps and epochs."""
+
+    num_steps: Count | None = None
+    """Training steps; in RL each consumes require_batches * mini_batch_size prompts. Give this or ``num_epochs``."""
+    num_epochs: Count | None = None
+    """As many steps as it takes to draw every row so many times; the last step goes on into a further pass."""
+
+    @property
+    def steps(self) -> int:
+        """Steps; of a job in epochs only after `verl_async.job.with_steps`."""
+        assert self.num_steps is not None, "epochs are counted in steps when the rows are read"
+        return self.num_steps
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if (self.num_steps is None) == (self.num_epochs is None):
+            raise ValueError(
+                f"num_steps={_yaml(self.num_steps)}, num_epochs={_yaml(self.num_epochs)}: give one of them"
+            )
+        return self
+
+
+def _yaml(number: int | None) -> str:
+    return "null" if number is None else str(number)
+
+
+class TrainerConfig(_Length):
     """The training side of the job."""
 
     num_ranks: Ranks = 1
     """Trainer processes. Each computes a share of every batch of its own, or one together with others where the engine
     splits the model or its sequences over ranks."""
-    num_steps: Count
-    """Training steps; each consumes require_batches * mini_batch_size prompts."""
     mini_batch_size: int = Field(default=32, ge=1, le=2**20)
     """Prompts (groups of n samples) for one optimizer step."""
     max_tokens_per_micro_batch: Count = 8192
@@ -141,14 +131,12 @@ class TrainerConfig(StrictModel):
     """For one call to the trainer ranks; then the job ends and names those that did not answer."""
 
 
-class SftTrainerConfig(StrictModel):
+class SftTrainerConfig(_Length):
     """Supervised training."""
 
     num_ranks: Ranks = 1
     """Trainer processes. Each computes a share of every batch of its own, or one together with others where the engine
     splits the model or its sequences over ranks."""
-    num_steps: Count
-    """Optimizer steps at most."""
     batch_size: int = Field(default=128, ge=1, le=2**20)
     """Examples for one optimizer step, over all ranks."""
     max_tokens_per_micro_batch: Count = 8192
@@ -252,9 +240,14 @@ class ReadTrainJob(StrictModel):
         return f"trainer.mini_batch_size * rollout.n = {number} sequences", number
 
     @property
-    def optimizer_steps(self) -> int:
-        """How many the job makes at most."""
-        return self.trainer.num_steps * self.async_training.require_batches
+    def rows_per_step(self) -> int:
+        """Prompts that one training step takes."""
+        return self.trainer.mini_batch_size * self.async_training.require_batches
+
+    @property
+    def optimizer_steps(self) -> int | None:
+        """How many the job makes at most; None where it counts in epochs."""
+        return None if self.trainer.num_steps is None else self.trainer.num_steps * self.async_training.require_batches
 
 
 class TrainJob(ReadTrainJob):
@@ -284,8 +277,13 @@ class ReadSftJob(StrictModel):
         return f"trainer.batch_size={self.trainer.batch_size} sequences", self.trainer.batch_size
 
     @property
-    def optimizer_steps(self) -> int:
-        """How many the job makes at most."""
+    def rows_per_step(self) -> int:
+        """Examples that one training step takes."""
+        return self.trainer.batch_size
+
+    @property
+    def optimizer_steps(self) -> int | None:
+        """How many the job makes at most; None where it counts in epochs."""
         return self.trainer.num_steps
 
 

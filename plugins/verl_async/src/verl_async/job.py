@@ -62,6 +62,28 @@ def resolved(job: TrainJob | SftJob) -> dict[str, Any]:
     return settings
 
 
+def with_steps(job: _Job, num_rows: int) -> _Job:
+    """Count a job's epochs in steps.
+
+    Args:
+        job: as loaded.
+        num_rows: that an epoch draws; see `verl_async.data.order.Mix`.
+    Returns:
+        The job with ``trainer.num_steps``, and ``engine.total_steps`` where the recipe left that out.
+    Raises:
+        ConfigError: the engine's schedule does not fit into so few steps.
+    """
+    if job.trainer.num_epochs is None:
+        return job
+    steps = -(-job.trainer.num_epochs * num_rows // job.rows_per_step)
+    trainer = job.trainer.model_copy(update={"num_steps": steps, "num_epochs": None})
+    counted = job.model_copy(update={"trainer": trainer})
+    if job.engine.total_steps is not None:
+        return counted
+    engine = validate(type(job.engine), {**dict(job.engine), "total_steps": counted.optimizer_steps}, "engine")
+    return counted.model_copy(update={"engine": engine})
+
+
 def _load(
     job_class: type[_Job], read_class: type[ReadTrainJob | ReadSftJob], recipe: Path, overrides: Sequence[str]
 ) -> _Job:
@@ -80,8 +102,11 @@ def _load(
         faults.append(error)
     engine: EngineSection | None = None
     try:
-        engine = _engine(data.get("engine"), _UNKNOWN_STEPS if read is None else read.optimizer_steps)
+        engine = _engine(data.get("engine"), (read and read.optimizer_steps) or _UNKNOWN_STEPS)
         if read is not None:
+            if read.optimizer_steps is None and engine.config.total_steps == _UNKNOWN_STEPS:
+                # The rows tell, when they are read; see `with_steps`.
+                engine = engine._replace(config=engine.config.model_copy(update={"total_steps": None}))
             _check_shares(read, engine.config)
             _check_use(engine.config)
             _check_features(engine, read.trainer.num_ranks)
@@ -208,6 +233,8 @@ def _with_absolute_paths(model: _Model, at: str = "") -> _Model:
             changes[name] = _absolute(value, at + name)
         elif isinstance(value, BaseModel):
             changes[name] = _with_absolute_paths(value, f"{at}{name}.")
+        elif isinstance(value, tuple) and any(isinstance(item, BaseModel) for item in value):
+            changes[name] = tuple(_with_absolute_paths(item, f"{at}{name}[{i}].") for i, item in enumerate(value))
     return model.model_copy(update=changes)
 
 

@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Final
 
 from verl_async.config import TrainJob
 from verl_async.data.examples import COLUMNS as EXAMPLE_COLUMNS
-from verl_async.data.examples import read_examples
+from verl_async.data.examples import Conversation, read_examples
 from verl_async.data.prompts import COLUMNS as PROMPT_COLUMNS
 from verl_async.data.prompts import read_prompts
 from verl_async.data.reward_pool import RewardPool
 from verl_async.data.rewards import Sample
 from verl_async.data.rows import MEDIA, list_names
+from verl_async.data_config import listed
 from verl_async.machine import check_port, check_processes, check_shared_memory
 from verl_async.model_folder import check_model_folder, remark_on_vocabulary
 from verl_async.report.output_folder import OutputFolder
 from verl_async.rollout.kind import ROLLOUT
+from verl_engine.contract.errors import ConfigError
 from verl_engine.contract.kinds import BACKEND
 from verl_engine.host.loading import find_plugin
 
@@ -28,7 +30,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from verl_async.config import SftJob
+    from verl_async.data.examples import Example
     from verl_async.data.prompts import Prompt
+    from verl_async.data_config import DataConfig, SftDataConfig
     from verl_async.reward_config import RewardConfig
     from verl_engine.contract.kinds import KindSpec
 
@@ -49,31 +53,50 @@ def check_train_job(job: TrainJob, output: Path | None, overwrite: bool = False)
         EngineError: the first thing found that would make the job fail.
     """
     remarks = _check_surroundings(job, output, overwrite=overwrite)
-    where, columns = f"data.prompts={job.data.prompts}", set[str]()
-    prompts = read_prompts(job.data.prompts, "data.prompts", found=columns)
-    remarks += _remark_on_columns(where, columns, PROMPT_COLUMNS)
+    prompts: list[Prompt] = []
+    for field, path in listed(job.data.prompts, "data.prompts"):
+        columns = set[str]()
+        prompts += read_prompts(path, field, found=columns)
+        remarks += _remark_on_columns(f"{field}={path}", columns, PROMPT_COLUMNS)
+    _check_chats(job.data, "data.prompts", any(not isinstance(prompt.prompt, str) for prompt in prompts))
     held_out, more = _read_evaluation(job)
     more += _try_reward(job.reward, [*prompts, *held_out])
-    wanted = job.trainer.mini_batch_size * job.async_training.require_batches
-    return [*remarks, *more, *_remark_on_few(len(prompts), wanted, where, "prompts")]
+    return [*remarks, *more, *_remark_on_few(len(prompts), job.rows_per_step, "data.prompts", "prompts")]
 
 
 def check_sft_job(job: SftJob, output: Path | None, overwrite: bool = False) -> list[str]:
     """Check all that a supervised job needs from this machine; as `check_train_job`."""
     remarks = _check_surroundings(job, output, overwrite=overwrite)
-    where, columns = f"data.examples={job.data.examples}", set[str]()
-    examples = read_examples(job.data.examples, "data.examples", found=columns)
-    remarks += _remark_on_columns(where, columns, EXAMPLE_COLUMNS)
+    examples: list[Example | Conversation] = []
+    for field, path in listed(job.data.examples, "data.examples"):
+        columns = set[str]()
+        examples += read_examples(path, field, found=columns)
+        remarks += _remark_on_columns(f"{field}={path}", columns, EXAMPLE_COLUMNS)
+    has_chats = any(isinstance(one, Conversation) or not isinstance(one.prompt, str) for one in examples)
+    _check_chats(job.data, "data.examples", has_chats)
     if job.evaluation is not None:
         held_out, more = _read_evaluation(job)
         remarks += more + _try_reward(job.reward, held_out)
-    return [*remarks, *_remark_on_few(len(examples), job.trainer.batch_size, where, "examples")]
+    return [*remarks, *_remark_on_few(len(examples), job.rows_per_step, "data.examples", "examples")]
 
 
 def input_paths(job: TrainJob | SftJob) -> list[Path]:
     """List the files and folders that a job reads."""
     data = job.data.prompts if isinstance(job, TrainJob) else job.data.examples
-    return [job.model.path, data, *([job.evaluation.prompts] if job.evaluation else [])]
+    return [
+        job.model.path,
+        *(path for _, path in listed(data, "")),
+        *([job.evaluation.prompts] if job.evaluation else []),
+    ]
+
+
+def _check_chats(data: DataConfig | SftDataConfig, field: str, has_chats: bool) -> None:
+    """Refuse settings of the chat template where nothing goes through it."""
+    if data.chat_template and not has_chats:
+        raise ConfigError(
+            f"data.chat_template={data.chat_template}: no prompt of {field} is a chat; leave it out, or write prompts "
+            "as lists of messages"
+        )
 
 
 def _check_surroundings(job: TrainJob | SftJob, output: Path | None, *, overwrite: bool) -> list[str]:
@@ -103,7 +126,7 @@ def _remark_on_requirements(kind: KindSpec, name: str, at: str) -> list[str]:
 def _remark_on_schedule(job: TrainJob | SftJob) -> list[str]:
     """A schedule that ends early is most often a config.yaml of an earlier job, run for more steps than that one."""
     engine, steps = job.engine, job.optimizer_steps
-    if engine.lr_schedule == "constant" or engine.total_steps is None or engine.total_steps >= steps:
+    if engine.lr_schedule == "constant" or steps is None or (engine.total_steps or steps) >= steps:
         return []
     remark = (
         f"engine.total_steps={engine.total_steps} is below the {steps} optimizer steps of the job: from there on the "

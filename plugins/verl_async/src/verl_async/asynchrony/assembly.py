@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from verl_async.asynchrony.scoring import Scorer
     from verl_async.asynchrony.timeline import Timeline
     from verl_async.config import SftJob, TrainJob
+    from verl_async.data.order import Mix
     from verl_engine.batch import sequence
 
 
@@ -52,14 +53,15 @@ def assemble_training(
     held_out: Sequence[EncodedPrompt],
     actors: Actors,
     watchers: Watchers,
+    mix: Mix | None = None,
 ) -> AsyncTraining:
     """Build the fully-async job."""
     workers = [RolloutWorker(client) for client in actors.rollouts]
     per_step = job.async_training.require_batches * job.trainer.mini_batch_size
     limit = prompts_between_syncs(job.async_training, job.trainer.mini_batch_size)
-    budget = StalenessBudget(limit, per_step * job.trainer.num_steps)
+    budget = StalenessBudget(limit, per_step * job.trainer.steps)
     queue = SampleQueue(job.async_training.queue_size or limit)
-    source = PromptSource(prompts, job.data.seed, job.data.shuffle)
+    source = PromptSource(prompts, job.data.seed, job.data.shuffle, mix)
     scorer = texts.scorer(job.reward, [*prompts, *held_out], watchers.listener.on_note)
     weights = _weight_sync(job, actors.trainer, workers, interrupt=job.async_training.partial_rollout)
     rollouts = [
@@ -104,6 +106,7 @@ def assemble_supervised(
     held_out: Sequence[EncodedPrompt],
     actors: Actors,
     watchers: Watchers,
+    mix: Mix | None = None,
 ) -> SupervisedTraining:
     """Build the supervised job; without evaluation it needs no rollout workers."""
     workers = [RolloutWorker(client) for client in actors.rollouts]
@@ -117,6 +120,7 @@ def assemble_supervised(
         evaluation=(evaluation, weights) if evaluation else None,
         timeline=watchers.timeline,
         listener=watchers.listener,
+        mix=mix,
     )
 
 

@@ -69,7 +69,7 @@ class AsyncTraining:
         await self._sync()
         if await self._evaluate(0):
             return
-        config, num_steps = self.job.async_training, self.job.trainer.num_steps
+        config, num_steps = self.job.async_training, self.job.trainer.steps
         for step in range(1, num_steps + 1):
             started, num_waiting = time.monotonic(), len(self.queue)
             groups = await self._collect(config.require_batches * self.job.trainer.mini_batch_size)
@@ -100,7 +100,7 @@ class AsyncTraining:
 
     async def _evaluate(self, step: int) -> bool:
         """Evaluate where it is due; return whether training has reached its aim."""
-        if self.evaluation is None or not self.evaluation.is_due(step, self.job.trainer.num_steps):
+        if self.evaluation is None or not self.evaluation.is_due(step, self.job.trainer.steps):
             return False
         return await self.evaluation.run_and_report(step)
 
@@ -113,7 +113,7 @@ class AsyncTraining:
         tokens = figures.pop("trained_tokens")
         self.listener.on_step(
             step,
-            self.job.trainer.num_steps,
+            self.job.trainer.steps,
             figures
             | self.scorer.figures(groups)
             | group_figures(kept, version)

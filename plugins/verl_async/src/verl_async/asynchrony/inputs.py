@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import logging
 import shutil
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import transformers
 
 from verl_async.asynchrony.samples import EncodedPrompt
 from verl_async.asynchrony.scoring import Scorer
 from verl_async.data.examples import read_examples
+from verl_async.data.order import Mix
 from verl_async.data.prompts import read_prompts
 from verl_async.data.reward_pool import RewardPool
-from verl_async.data.tokenization import check_vocabulary, encode_example, encode_prompt, stop_token_ids
-from verl_async.errors import DataError
+from verl_async.data.tokenization import (
+    NO_SETTINGS,
+    check_settings,
+    check_vocabulary,
+    encode_example,
+    encode_prompt,
+    stop_token_ids,
+)
+from verl_async.data_config import listed, weights_of
+from verl_async.errors import DataError, OverlongError
 from verl_async.rollout.interface import SamplingParams
 from verl_async.rollout.positions import max_num_tokens
 from verl_engine.contract.errors import ConfigError, ModelError
@@ -23,16 +34,19 @@ from verl_engine.contract.model_code import why_not_loaded
 from verl_engine.engine.weights.model_files import side_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from transformers import PreTrainedTokenizerBase
 
     from verl_async.config import RolloutConfig, SftJob, TrainJob
+    from verl_async.data.examples import Conversation, Example
     from verl_async.data.prompts import Prompt
     from verl_async.reward_config import RewardConfig
     from verl_engine.batch.sequence import Sequence
 
+_Row = TypeVar("_Row")
+_Encoded = TypeVar("_Encoded")
 _log: Final = logging.getLogger(__name__)
 
 
@@ -47,12 +61,15 @@ class ModelTexts:
     """Of the longest sequence that the model has positions for; None where nothing limits it."""
     vocab_size: int | None = None
     """Token ids that the model has embeddings for; None where its config does not say."""
+    chat_settings: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments for the chat template."""
 
     @classmethod
-    def load(cls, folder: Path) -> ModelTexts:
+    def load(cls, folder: Path, chat_settings: Mapping[str, Any] = NO_SETTINGS) -> ModelTexts:
         """Load the tokenizer of a model folder.
 
         Raises:
+            ConfigError: its chat template does not read one of the settings.
             ModelError: it has none that transformers can load.
         """
         try:
@@ -63,6 +80,7 @@ class ModelTexts:
             raise ModelError(
                 f"model.path={folder} has no tokenizer that transformers can load: {why_not_loaded(error)}"
             ) from error
+        check_settings(tokenizer, chat_settings)
         try:
             eos = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
         except OSError:  # a folder need not have one
@@ -75,7 +93,7 @@ class ModelTexts:
             # What else is wrong, the engines say.
             config = transformers.PreTrainedConfig()
         vocab_size = getattr(config.get_text_config(decoder=True), "vocab_size", None)
-        return cls(folder, tokenizer, stop_token_ids(tokenizer, eos), max_num_tokens(config), vocab_size)
+        return cls(folder, tokenizer, stop_token_ids(tokenizer, eos), max_num_tokens(config), vocab_size, chat_settings)
 
     def encode(self, prompt: Prompt, max_tokens: int, field: str) -> EncodedPrompt:
         """Tokenize a prompt, and check that the model has its tokens.
@@ -83,7 +101,7 @@ class ModelTexts:
         Raises:
             DataError: see `encode_prompt` and `check_vocabulary`.
         """
-        token_ids = encode_prompt(self.tokenizer, prompt, max_tokens, field)
+        token_ids = encode_prompt(self.tokenizer, prompt, max_tokens, field, self.chat_settings)
         check_vocabulary(self.tokenizer, token_ids, self.vocab_size, f"{field}, row {prompt.index}")
         return EncodedPrompt(prompt, token_ids)
 
@@ -119,55 +137,96 @@ class ModelTexts:
                 _log.warning("%s cannot be copied to %s: %s", path, target, error)
 
 
-def read_training_prompts(job: TrainJob, texts: ModelTexts) -> list[EncodedPrompt]:
+def read_training_prompts(
+    job: TrainJob, texts: ModelTexts, say: Callable[[str], None]
+) -> tuple[list[EncodedPrompt], Mix]:
     """Read and tokenize the training prompts.
 
+    Args:
+        job: names files, limits, and what a prompt that is too long is.
+        texts: of the model.
+        say: told how many were left out.
+    Returns:
+        The prompts, file after file, and how they are mixed.
     Raises:
-        DataError: a row is malformed or too long.
+        DataError: a row is malformed or too long, or none is left.
         ConfigError: a prompt with its answer is longer than the model's positions.
     """
     limit = job.data.max_prompt_tokens
-    prompts = [texts.encode(prompt, limit, "data.prompts") for prompt in read_prompts(job.data.prompts, "data.prompts")]
+    files = [
+        _fitting(read_prompts(path, field), partial(_encode, texts, limit, field), job.data.overlong, field, say)
+        for field, path in listed(job.data.prompts, "data.prompts")
+    ]
+    prompts = list(chain.from_iterable(files))
     _check_positions(prompts, job.rollout.max_response_tokens, texts.max_tokens, "data.prompts")
-    return prompts
+    return prompts, Mix(tuple(map(len, files)), weights_of(job.data.prompts))
 
 
-def read_evaluation_prompts(job: TrainJob | SftJob, texts: ModelTexts, max_tokens: int) -> list[EncodedPrompt]:
+def read_evaluation_prompts(
+    job: TrainJob | SftJob, texts: ModelTexts, max_tokens: int, say: Callable[[str], None]
+) -> list[EncodedPrompt]:
     """Read and tokenize the held-out prompts; none where no evaluation is configured.
 
     Raises:
-        DataError: a row is malformed or too long.
+        DataError: a row is malformed or too long, or none is left.
         ConfigError: a prompt with its answer is longer than the model's positions.
     """
     if job.evaluation is None:
         return []
-    prompts = [
-        texts.encode(prompt, max_tokens, "evaluation.prompts")
-        for prompt in read_prompts(job.evaluation.prompts, "evaluation.prompts", job.evaluation.num_prompts)
-    ]
-    _check_positions(prompts, job.rollout.max_response_tokens, texts.max_tokens, "evaluation.prompts")
+    field = "evaluation.prompts"
+    rows = read_prompts(job.evaluation.prompts, field, job.evaluation.num_prompts)
+    prompts = _fitting(rows, partial(_encode, texts, max_tokens, field), job.data.overlong, field, say)
+    _check_positions(prompts, job.rollout.max_response_tokens, texts.max_tokens, field)
     return prompts
 
 
-def read_training_examples(job: SftJob, texts: ModelTexts) -> list[Sequence]:
-    """Read and tokenize the supervised examples.
+def read_training_examples(job: SftJob, texts: ModelTexts, say: Callable[[str], None]) -> tuple[list[Sequence], Mix]:
+    """Read and tokenize the supervised examples; as `read_training_prompts`.
 
     Raises:
-        DataError: a row is malformed or too long.
+        DataError: a row is malformed or too long, or none is left.
     """
-    examples = [
-        encode_example(texts.tokenizer, example, job.data.max_tokens, "data.examples")
-        for example in read_examples(job.data.examples, "data.examples")
+
+    def encode(field: str, example: Example | Conversation) -> Sequence:
+        where = f"{field}, row {example.index}"
+        sequence = encode_example(texts.tokenizer, example, job.data.max_tokens, field, texts.chat_settings)
+        check_vocabulary(texts.tokenizer, sequence.token_ids, texts.vocab_size, where)
+        if texts.max_tokens is not None and len(sequence) > texts.max_tokens:
+            raise OverlongError(
+                f"{where}: the example has {len(sequence)} tokens; the model has positions for {texts.max_tokens} "
+                "(max_position_embeddings): take the row out, or leave such rows out with data.overlong=drop"
+            )
+        return sequence
+
+    files = [
+        _fitting(read_examples(path, field), partial(encode, field), job.data.overlong, field, say)
+        for field, path in listed(job.data.examples, "data.examples")
     ]
-    for row, example in enumerate(examples):
-        check_vocabulary(texts.tokenizer, example.token_ids, texts.vocab_size, f"data.examples, row {row}")
-    longest = max(range(len(examples)), key=lambda row: len(examples[row]))
-    if texts.max_tokens is not None and len(examples[longest]) > texts.max_tokens:
-        raise DataError(
-            f"data.examples, row {longest}: prompt and response have {len(examples[longest])} tokens; the model has "
-            f"positions for {texts.max_tokens} (max_position_embeddings): take the row out"
-        )
-    return examples
+    return list(chain.from_iterable(files)), Mix(tuple(map(len, files)), weights_of(job.data.examples))
+
+
+def _encode(texts: ModelTexts, max_tokens: int, field: str, prompt: Prompt) -> EncodedPrompt:
+    return texts.encode(prompt, max_tokens, field)
+
+
+def _fitting(
+    rows: list[_Row], encode: Callable[[_Row], _Encoded], overlong: str, field: str, say: Callable[[str], None]
+) -> list[_Encoded]:
+    """Tokenize rows; those that are too long are an error, or left out and counted."""
+    kept, errors = [], []
+    for row in rows:
+        try:
+            kept.append(encode(row))
+        except OverlongError as error:
+            if overlong == "error":
+                raise
+            errors.append(str(error).partition(" (")[0])
+    if errors:
+        left_out = f"{len(errors)} of {len(rows)} rows are left out (data.overlong=drop), such as {errors[0]}"
+        if not kept:
+            raise DataError(f"{field}: {left_out}; none is left")
+        say(f"warning: {field}: {left_out}")
+    return kept
 
 
 def _check_positions(prompts: list[EncodedPrompt], num_new: int, max_tokens: int | None, field: str) -> None:
@@ -180,7 +239,7 @@ def _check_positions(prompts: list[EncodedPrompt], num_new: int, max_tokens: int
     num_prompt = len(longest.token_ids)
     if max_tokens is not None and num_prompt + num_new > max_tokens:
         raise ConfigError(
-            f"rollout.max_response_tokens={num_new} after a prompt of {num_prompt} tokens ({field}, row "
-            f"{longest.prompt.index}) makes {num_prompt + num_new} tokens; the model has positions for {max_tokens} "
+            f"rollout.max_response_tokens={num_new} after a prompt of {num_prompt} tokens ({field}, "
+            f"{longest.prompt.row}) makes {num_prompt + num_new} tokens; the model has positions for {max_tokens} "
             "(max_position_embeddings): lower it, or take long prompts out"
         )

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from verl_async.asynchrony.samples import Draw
-from verl_async.data.order import EpochOrder
+from verl_async.data.order import Mix
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from verl_async.asynchrony.samples import EncodedPrompt
+    from verl_async.data.order import EpochOrder, MixedOrder
 
 
 @dataclass(slots=True)
@@ -22,11 +23,13 @@ class PromptSource:
     seed: int
     """Of the order and of the sampling."""
     shuffle: bool
-    _order: EpochOrder = field(init=False)
+    mix: Mix | None = None
+    """How the rows of several files are drawn; by default all alike."""
+    _order: EpochOrder | MixedOrder = field(init=False)
 
     def __post_init__(self) -> None:
         """Start the first epoch."""
-        self._order = EpochOrder(len(self.prompts), self.shuffle, self.seed)
+        self._order = (self.mix or Mix((len(self.prompts),))).order(self.shuffle, self.seed)
 
     def draw(self, number: int) -> Draw:
         """Make the next draw; `number` must be the number of draws made so far."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from verl_async.algorithms.sft_loss import sft_loss
 from verl_async.asynchrony.batches import SharePlan
 from verl_async.asynchrony.waiting import within
-from verl_async.data.order import EpochOrder
+from verl_async.data.order import Mix
 
 if TYPE_CHECKING:
     from verl_async.asynchrony.actors import Trainer
@@ -34,6 +34,8 @@ class SupervisedTraining:
     """How to evaluate, and how the rollout workers that do it get the weights."""
     timeline: Timeline
     listener: JobListener
+    mix: Mix | None = None
+    """How the rows of several files are drawn; by default all alike."""
 
     async def run(self) -> None:
         """Train to the end, or until the evaluation has reached its aim."""
@@ -41,10 +43,10 @@ class SupervisedTraining:
             await self._run()
 
     async def _run(self) -> None:
-        order = EpochOrder(len(self.examples), self.job.data.shuffle, self.job.data.seed)
+        order = (self.mix or Mix((len(self.examples),))).order(self.job.data.shuffle, self.job.data.seed)
         if await self._evaluate(0):
             return
-        for step in range(1, self.job.trainer.num_steps + 1):
+        for step in range(1, self.job.trainer.steps + 1):
             started = time.monotonic()
             with self.timeline.span("trainer", "train"):
                 report = await self._train([self.examples[next(order)] for _ in range(self.job.trainer.batch_size)])
@@ -65,7 +67,7 @@ class SupervisedTraining:
         if self.evaluation is None:
             return False
         evaluation, weights = self.evaluation
-        if not evaluation.is_due(step, self.job.trainer.num_steps):
+        if not evaluation.is_due(step, self.job.trainer.steps):
             return False
         with self.timeline.span("trainer", "sync weights"):
             await weights.run()
@@ -74,7 +76,7 @@ class SupervisedTraining:
     def _report(self, step: int, report: StepReport, seconds: float) -> None:
         self.listener.on_step(
             step,
-            self.job.trainer.num_steps,
+            self.job.trainer.steps,
             {
                 "loss": report.loss,
                 "grad_norm": report.optimizer.grad_norm,

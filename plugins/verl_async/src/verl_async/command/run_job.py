@@ -135,7 +135,7 @@ def _run(kind: JobKind[JobT], job: JobT, output: Path, *, overwrite: bool) -> No
         try:
             with listeners.also(MetricsLog(folder)), listeners.also(open_progress(f"verl-engine {kind.name}")):
                 runner(job, folder, listeners, timeline)
-            status = "finished" if len(record.steps) >= job.trainer.num_steps else "stopped early"
+            status = "finished" if len(record.steps) >= record.num_steps > 0 else "stopped early"
         except KeyboardInterrupt as error:
             status, failure = "interrupted", error
         except SystemExit as error:  # whoever exits in this process must not end the command as if all were well

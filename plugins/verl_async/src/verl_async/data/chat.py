@@ -1,4 +1,4 @@
-"""The ``prompt`` column: a text, or a chat as a list of messages."""
+"""The columns ``prompt``, a text or a chat as a list of messages, and ``messages``, a whole conversation."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ def read_prompt_column(row: Row) -> str | list[dict[str, Any]]:
         return prompt
     if not isinstance(prompt, list):
         raise row.error("prompt", prompt, _EXPECTED)
-    messages = [_read_message(row, position, message) for position, message in enumerate(prompt)]
-    if not any(_says_something(message["content"]) for message in messages):
-        raise row.error("prompt", prompt, f"one that is not empty: {_EXPECTED}")
+    messages = _read_messages(row, "prompt", prompt)
     if messages[-1]["role"] == "assistant":
         raise row.error(
             f"prompt[{len(messages) - 1}].role",
@@ -35,8 +33,42 @@ def read_prompt_column(row: Row) -> str | list[dict[str, Any]]:
     return messages
 
 
-def _read_message(row: Row, position: int, message: object) -> dict[str, Any]:
-    column = f"prompt[{position}]"
+def read_messages_column(row: Row) -> tuple[list[dict[str, Any]], tuple[int, ...]]:
+    """Return a row's conversation, and which of its messages are trained on.
+
+    Those are the assistant's, without those that say ``train: false``; the key itself is taken out.
+
+    Raises:
+        DataError: it is no conversation, holds nothing, or nothing to train on.
+    """
+    column = row.get("messages", "a list of messages {role: ..., content: ...}")
+    if not isinstance(column, list):
+        raise row.error("messages", column, "a list of messages {role: ..., content: ...}")
+    messages = _read_messages(row, "messages", column)
+    trained = []
+    for index, message in enumerate(messages):
+        is_assistant = message["role"] == "assistant"
+        flag = message.pop("train", is_assistant)
+        if not isinstance(flag, bool) or (flag and not is_assistant):
+            expected = "true or false" if is_assistant else "false: only the assistant's turns are trained on"
+            raise row.error(f"messages[{index}].train", flag, expected)
+        if flag:
+            trained.append(index)
+    if 0 in trained:
+        raise row.error("messages[0].role", "assistant", "another's message first, which the model answers")
+    if not trained:
+        raise row.error("messages", column, "at least one message of the assistant that is trained on")
+    return messages, tuple(trained)
+
+
+def _read_messages(row: Row, column: str, values: list[Any]) -> list[dict[str, Any]]:
+    messages = [_read_message(row, f"{column}[{position}]", message) for position, message in enumerate(values)]
+    if not any(_says_something(message["content"]) for message in messages):
+        raise row.error(column, values, "one that is not empty: messages {role: ..., content: ...}")
+    return messages
+
+
+def _read_message(row: Row, column: str, message: object) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise row.error(column, message, "a message {role: ..., content: ...}")
     values: dict[str, Any] = _without_nulls(message)

@@ -30,6 +30,13 @@ class Prompt:
     """``reward_model.ground_truth``; anything but null."""
     extra_info: dict[str, Any]
     """Whatever else the reward function reads; empty where the file has none."""
+    file: str = ""
+    """Which of several files it is from, such as ``data.prompts[1]``; empty where there is one."""
+
+    @property
+    def row(self) -> str:
+        """Its row, and the file where there are several; for messages."""
+        return f"row {self.index} of {self.file}" if self.file else f"row {self.index}"
 
 
 def read_prompts(path: Path, field: str, limit: int | None = None, found: set[str] | None = None) -> list[Prompt]:
@@ -45,10 +52,11 @@ def read_prompts(path: Path, field: str, limit: int | None = None, found: set[st
         DataError: the file is missing, of another kind, empty or malformed; names the line (JSONL, from 1) or the row
             (Parquet, from 0).
     """
-    return [_read_prompt(row) for row in read_rows(path, field, COLUMNS, limit, found)]
+    file = field if field.endswith("]") else ""
+    return [_read_prompt(row, file) for row in read_rows(path, field, COLUMNS, limit, found)]
 
 
-def _read_prompt(row: Row) -> Prompt:
+def _read_prompt(row: Row, file: str) -> Prompt:
     data_source = row.get("data_source", "a text")
     if not isinstance(data_source, str) or not data_source:
         raise row.error("data_source", data_source, "a text that is not empty")
@@ -57,7 +65,7 @@ def _read_prompt(row: Row) -> Prompt:
         extra_info = {}
     if not isinstance(extra_info, dict):
         raise row.error("extra_info", extra_info, "a mapping, or nothing")
-    return Prompt(row.index, data_source, read_prompt_column(row), _read_ground_truth(row), extra_info)
+    return Prompt(row.index, data_source, read_prompt_column(row), _read_ground_truth(row), extra_info, file)
 
 
 def _read_ground_truth(row: Row) -> Any:

@@ -146,7 +146,7 @@ class _FunctionPool:
             return await slot.score(sample)
         except CallFailed as error:
             where = f"{self._at}.function={self.config.function} ({slot.file})"
-            what = f"sample {sample.sample_id} (prompt row {sample.prompt.index}) {error}"
+            what = f"sample {sample.sample_id} (prompt {sample.prompt.row}) {error}"
             raise RewardError(f"{where}: {what}") from error.__cause__
         finally:
             self._seats.put_nowait(slot)

@@ -18,6 +18,7 @@ from verl_async.asynchrony.inputs import (
 )
 from verl_async.asynchrony.saving import ModelSaver
 from verl_async.asynchrony.waiting import within
+from verl_async.job import with_steps
 from verl_async.ray.cluster import ray_cluster
 from verl_async.ray.resources import ActorNeeds, divide_resources
 from verl_async.ray.rollout import RayRolloutClient
@@ -42,14 +43,15 @@ def run_train_job(job: TrainJob, output: OutputFolder, listener: JobListener, ti
         KeyboardInterrupt: after Ctrl-C, once everything is ended.
     """
     listener.on_status("reading the prompts")
-    texts = ModelTexts.load(job.model.path)
-    prompts = read_training_prompts(job, texts)
-    held_out = read_evaluation_prompts(job, texts, job.data.max_prompt_tokens)
+    texts = ModelTexts.load(job.model.path, job.data.chat_template)
+    prompts, mix = read_training_prompts(job, texts, listener.on_note)
+    held_out = read_evaluation_prompts(job, texts, job.data.max_prompt_tokens, listener.on_note)
+    counted = with_steps(job, mix.epoch)
     watchers = Watchers(listener, timeline)
 
     async def run(cluster: Cluster) -> None:
-        async with _actors(job, job.rollout.num_workers, listener, cluster) as actors:
-            training = assemble_training(job, texts, prompts, held_out, actors, watchers)
+        async with _actors(counted, job.rollout.num_workers, listener, cluster) as actors:
+            training = assemble_training(counted, texts, prompts, held_out, actors, watchers, mix)
             saver = ModelSaver(actors.trainer, actors.rollouts, texts, output, listener)
             await saver.save_after(cluster.alive_during(training.run()))
             await actors.trainer.close()
@@ -62,15 +64,16 @@ def run_train_job(job: TrainJob, output: OutputFolder, listener: JobListener, ti
 def run_sft_job(job: SftJob, output: OutputFolder, listener: JobListener, timeline: Timeline) -> None:
     """Run a supervised job to its end; otherwise as `run_train_job`."""
     listener.on_status("reading the examples")
-    texts = ModelTexts.load(job.model.path)
-    examples = read_training_examples(job, texts)
-    held_out = read_evaluation_prompts(job, texts, job.data.max_tokens)
+    texts = ModelTexts.load(job.model.path, job.data.chat_template)
+    examples, mix = read_training_examples(job, texts, listener.on_note)
+    held_out = read_evaluation_prompts(job, texts, job.data.max_tokens, listener.on_note)
+    counted = with_steps(job, mix.epoch)
     num_rollouts = job.rollout.num_workers if job.evaluation else 0
     watchers = Watchers(listener, timeline)
 
     async def run(cluster: Cluster) -> None:
-        async with _actors(job, num_rollouts, listener, cluster) as actors:
-            training = assemble_supervised(job, texts, examples, held_out, actors, watchers)
+        async with _actors(counted, num_rollouts, listener, cluster) as actors:
+            training = assemble_supervised(counted, texts, examples, held_out, actors, watchers, mix)
             saver = ModelSaver(actors.trainer, actors.rollouts, texts, output, listener)
             await saver.save_after(cluster.alive_during(training.run()))
             await actors.trainer.close()

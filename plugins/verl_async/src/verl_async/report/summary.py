@@ -57,7 +57,7 @@ def build_summary(
         "measured_on": "evaluations" if record.evaluations else "training steps",
         "seconds": round(seconds, 3),
         "num_steps": len(record.steps),
-        "num_steps_planned": job.trainer.num_steps,
+        "num_steps_planned": job.trainer.num_steps or record.num_steps,  # of epochs, known since the first step
         "num_steps_skipped": sum(not entry.metrics.get("step_applied", 1.0) for entry in record.steps),
         "num_prompts": len(record.steps) * _prompts_per_step(job),
         "stale_samples": _last_count(record, "fully_async/count/stale_samples_processed"),

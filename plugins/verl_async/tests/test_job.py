@@ -225,7 +225,7 @@ _OVERRIDES = st.fixed_dictionaries(
         "async_training.partial_rollout": st.booleans(),
         "reward.function": st.sampled_from(["exact_match", "a.b", "a.b:c.d", None]),
         "reward.functions": st.just([]) | st.just([{"weight": 0.5, "data_sources": ["$"]}, {"function": "a:b"}]),
-        "rollout.backend": st.sampled_from(["embedded", "null", "12", "yes", "a: b"]),
+        "rollout.max_running": st.integers(1, 2**16),  # of the embedded engine alone
         "data.prompts": st.text(alphabet="abä /#:-'", min_size=1),
         "evaluation.stop_at_exact_match": st.none() | st.floats(0.001, 1.0),
     },

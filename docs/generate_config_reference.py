@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from verl_async.algorithms.policy_loss import PpoLossConfig
 from verl_async.config import RolloutConfig, SftJob, TrainJob
 from verl_async.rollout.embedded_plugin import EmbeddedConfig
 from verl_engine.contract.engine_config import EngineConfig
@@ -70,6 +71,8 @@ def render() -> str:
     parts.append(f"\n## Section `rollout` with `backend: embedded`\n\n{own}")
     for place, section_class in _section_classes().items():
         parts.append(f"\n## {place}\n\n" + _section(section_class, place.split("`")[1]))
+    heading = "\n## Section `algorithm.loss_config` with `loss: ppo`\n\n"
+    parts.append(heading + _section(PpoLossConfig, "algorithm.loss_config"))
     return "".join(parts)
 
 

@@ -12,8 +12,8 @@ import transformers
 
 from examples.addition_data import prompt_row, save_model
 from tests.end_to_end import run
-from verl_async.algorithms.policy_loss import ClippedPolicyLoss
-from verl_async.asynchrony.batches import SharePlan, build_sequences
+from verl_async.algorithms.algorithm import Algorithm
+from verl_async.asynchrony.batches import SharePlan, build_sequences, with_advantages
 from verl_async.asynchrony.inputs import ModelTexts, read_training_prompts
 from verl_async.asynchrony.prompt_source import PromptSource
 from verl_async.asynchrony.samples import ScoredGroup
@@ -71,7 +71,7 @@ def train_in_a_plain_loop(rank: int, recipe: Path, folder: Path) -> None:
     rollout = EmbeddedEngine(job.rollout, job.model.path)
     worker = EngineWorker(job.engine, job.model.path, rank)
     worker.create()
-    loss = ClippedPolicyLoss(job.algorithm.clip_low, job.algorithm.clip_high)
+    algorithm = Algorithm.load(job.algorithm)
     number = 0
     for step in range(job.trainer.steps):
         groups: list[ScoredGroup] = []
@@ -89,9 +89,10 @@ def train_in_a_plain_loop(rank: int, recipe: Path, folder: Path) -> None:
                 rewards = [read_result(reward(**sample.arguments)).score for sample in samples]
                 groups.append(ScoredGroup(draw, tuple(own), tuple(rewards), (False,) * 4, 0))
         for start in (0, 4):
-            sequences = build_sequences(groups[start : start + 4], job.algorithm)
+            part = groups[start : start + 4]
+            sequences = with_advantages(part, build_sequences(part, (), "rollout"), algorithm)
             plan = SharePlan.of(sequences, 1, job.trainer.max_tokens_per_micro_batch)
-            worker.train_batch(plan.pick(sequences)[0], loss, job.rollout.temperature)
+            worker.train_batch(plan.pick(sequences)[0], algorithm.loss, job.rollout.temperature)
         names = [spec.name for spec in worker.engine.weight_specs()]
         send_weights(rollout, worker.engine.full_weights(names), step + 1)
     worker.save_pretrained(folder)

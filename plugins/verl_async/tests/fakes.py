@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 
+from verl_async.algorithms.algorithm import Algorithm
 from verl_async.asynchrony.actors import BucketDelivery
 from verl_async.asynchrony.assembly import Actors, Watchers, assemble_training
+from verl_async.asynchrony.batches import build_sequences, with_advantages
 from verl_async.asynchrony.samples import Draw, EncodedPrompt, ScoredGroup
 from verl_async.asynchrony.scoring import Scorer
 from verl_async.asynchrony.timeline import Timeline
-from verl_async.config import RolloutConfig, TrainJob
+from verl_async.config import AlgorithmConfig, RolloutConfig, TrainJob
 from verl_async.data.prompts import Prompt
 from verl_async.data.reward_pool import Score
 from verl_async.errors import RewardError
@@ -39,7 +41,9 @@ if TYPE_CHECKING:
     from verl_async.asynchrony.policy_update import PolicyUpdate
     from verl_async.data.rewards import Sample
     from verl_async.rollout.interface import GenerationRequest, WeightTransport
+    from verl_engine.batch import sequence
     from verl_engine.engine.base import LossFn
+    from verl_engine.engine.train_step import Normalizer
 
 STOP = 99
 """The token that ends a fake answer."""
@@ -56,6 +60,7 @@ class FakeTrainer:
         self.batches: list[ShareBatches] = []
         self.losses: list[LossFn] = []
         self.temperatures: list[float] = []
+        self.normalizers: list[Normalizer] = []
         self.num_inferred = 0
         self.slots = [0, 0]
         self.num_open = 0
@@ -63,12 +68,15 @@ class FakeTrainer:
         self.kept: dict[str, int] = {}
         """By tag, the step count then."""
 
-    async def train_batch(self, batches: ShareBatches, loss_fn: LossFn, temperature: float) -> StepReport:
+    async def train_batch(
+        self, batches: ShareBatches, loss_fn: LossFn, temperature: float, normalizer: Normalizer = "tokens"
+    ) -> StepReport:
         await asyncio.sleep(self.step_s)
         self.num_steps += 1
         self.batches.append(batches)
         self.losses.append(loss_fn)
         self.temperatures.append(temperature)
+        self.normalizers.append(normalizer)
         sequences = [one for share in batches for group in share for one in group]
         return StepReport(
             loss=float(self.num_steps),
@@ -95,6 +103,15 @@ class FakeTrainer:
             [[(-one.token_ids - 1000.0 * num_steps).astype(np.float32) for one in group] for group in share]
             for share in batches
         ]
+
+    async def infer_reference(
+        self, batches: ShareBatches, temperature: float
+    ) -> list[list[list[npt.NDArray[np.float32]]]]:
+        """Each token's log-prob is minus half its id."""
+        await asyncio.sleep(0)
+        self.num_inferred += 1
+        self.temperatures.append(temperature)
+        return [[[(-0.5 * one.token_ids).astype(np.float32) for one in group] for group in share] for share in batches]
 
     async def plan_weight_buckets(self, bucket_bytes: int, dtype: str) -> list[WeightBucket]:
         assert (bucket_bytes, dtype) == (256 * 2**20, "float32")
@@ -297,6 +314,12 @@ def make_group(
     exact = tuple(reward > 0 for reward in rewards)
     metrics: tuple[dict[str, float], ...] = ({},) * len(rewards)
     return ScoredGroup(Draw(number, encoded_prompts(1)[0]), generations, rewards, exact, interruptions, metrics)
+
+
+def learned(groups: list[ScoredGroup], **algorithm: Any) -> list[sequence.Sequence]:
+    """What a mini-batch trains on, with an algorithm of these settings; no column of a model."""
+    loaded = Algorithm.load(AlgorithmConfig.model_validate(algorithm))
+    return with_advantages(groups, build_sequences(groups, loaded.loss.columns, "rollout"), loaded)
 
 
 def train_job(**changes: dict[str, Any]) -> TrainJob:

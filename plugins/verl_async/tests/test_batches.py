@@ -7,12 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plugins.verl_async.tests.fakes import make_group
-from verl_async.asynchrony.batches import SharePlan, build_sequences, with_old_log_probs
-from verl_async.config import AlgorithmConfig
+from plugins.verl_async.tests.fakes import learned, make_group
+from verl_async.asynchrony.batches import SharePlan, with_column, without_fields
 from verl_engine.batch.sequence import Sequence
-
-WITHOUT_STD = AlgorithmConfig(normalize_by_std=False, drop_uniform_groups=False)
 
 
 def plain_sequences(lengths: list[int]) -> list[Sequence]:
@@ -20,39 +17,42 @@ def plain_sequences(lengths: list[int]) -> list[Sequence]:
 
 
 def test_sequences_worked_by_hand() -> None:
-    low, high = build_sequences([make_group(rewards=(0.0, 1.0))], WITHOUT_STD)
+    low, high = learned([make_group(rewards=(0.0, 1.0))], advantage="dr_grpo")
     assert low.token_ids.tolist() == [10, 10, 11, 12]
     assert low.token_ids.dtype == np.int64
     assert low.loss_mask.tolist() == [False, False, True, True]
     assert low.fields["advantages"].tolist() == [0.0, 0.0, -0.5, -0.5]
     assert high.fields["advantages"].tolist() == [0.0, 0.0, 0.5, 0.5]
-    assert low.fields["rollout_log_probs"].tolist() == [0.0, 0.0, -1.0, -2.0]
+    assert low.fields["rollout_log_probs"].tolist() == low.fields["old_log_probs"].tolist() == [0.0, 0.0, -1.0, -2.0]
     assert {array.dtype for array in low.fields.values()} == {np.dtype(np.float32)}
 
 
 def test_advantages_are_divided_by_the_standard_deviation_if_so_configured() -> None:
-    sequences = build_sequences([make_group(rewards=(0.0, 1.0))], AlgorithmConfig())
+    sequences = learned([make_group(rewards=(0.0, 1.0))])
     expected = 0.5 / (np.sqrt(0.5) + 1e-6)  # the unbiased std of 0 and 1 is sqrt(1/2)
     assert [one.fields["advantages"][-1] for one in sequences] == pytest.approx([-expected, expected])
 
 
 def test_groups_of_equal_rewards_are_left_out_if_so_configured() -> None:
     groups = [make_group(0, (1.0, 1.0)), make_group(1, (0.0, 3.0)), make_group(2, (0.0, 0.0))]
-    assert len(build_sequences(groups, AlgorithmConfig(drop_uniform_groups=True))) == 2
-    kept = build_sequences(groups, AlgorithmConfig(drop_uniform_groups=False))
+    assert len(learned(groups, drop_uniform_groups=True)) == 2
+    kept = learned(groups, drop_uniform_groups=False)
     assert len(kept) == 6
     assert [one.fields["advantages"][-1] == 0 for one in kept] == [True, True, False, False, True, True]
-    assert build_sequences(groups[:1], AlgorithmConfig(drop_uniform_groups=True)) == []
+    assert learned(groups[:1], drop_uniform_groups=True) == []
 
 
-def test_old_log_probs_are_added_and_nothing_else_changes() -> None:
-    sequences = build_sequences([make_group()], WITHOUT_STD)
+def test_a_column_is_added_and_nothing_else_changes() -> None:
+    sequences = learned([make_group()])
     old = [np.full(4, value, np.float32) for value in (-3.0, -4.0)]
-    for before, after, values in zip(sequences, with_old_log_probs(sequences, old), old, strict=True):
-        assert after.fields["old_log_probs"] is values
+    for before, after, values in zip(sequences, with_column(sequences, "ref_log_probs", old), old, strict=True):
+        assert after.fields["ref_log_probs"] is values
         assert after.fields["advantages"] is before.fields["advantages"]
         assert after.token_ids is before.token_ids
-        assert "old_log_probs" not in before.fields
+        assert "ref_log_probs" not in before.fields
+    assert [set(one.fields) for one in without_fields(sequences, frozenset({"advantages", "other"}))] == [
+        {"rollout_log_probs", "old_log_probs"}
+    ] * 2
 
 
 @settings(deadline=None)
@@ -81,5 +81,5 @@ def test_results_that_do_not_fit_the_plan_are_refused() -> None:
 
 
 def test_rewards_whose_squares_no_float32_holds_have_advantages_too() -> None:
-    sequences = build_sequences([make_group(rewards=(0.0, 1e30))], AlgorithmConfig())
+    sequences = learned([make_group(rewards=(0.0, 1e30))])
     assert [one.fields["advantages"][-1] for one in sequences] == pytest.approx([-np.sqrt(0.5), np.sqrt(0.5)])

@@ -85,8 +85,16 @@ def test_paths_are_absolute(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ("trainer.num_ranks=3", "sequences do not divide over trainer.num_ranks=3; make it a multiple of 3"),
         ("engine.head=value", "engine.head=value: a job trains a language model"),
         ("engine.forward_only=true", "engine.forward_only=true: a job trains its engine"),
-        ("engine.entropy=gradient", "engine.entropy=gradient: no loss of a job takes an entropy"),
         ("engine.router_replay=true", "engine.router_replay=true: no rollout of a job says"),
+        ("engine.entropy=gradient", "engine.entropy=gradient: neither algorithm.loss=ppo nor"),
+        ("algorithm.entropy_coefficient=0.1", "=0.1 needs the gradient of the entropy, and engine.entropy=off; set"),
+        ("algorithm.loss=poo", "algorithm.loss='poo': must be ppo, or module:attribute or a dotted path"),
+        ("algorithm.advantage=grppo", "such as my_rewards:score; did you mean grpo?"),
+        ("algorithm.loss_config={clip_lo: 0.1}", "algorithm.loss_config.clip_lo is not a known key; did you mean"),
+        ("algorithm.loss_config.clip_low=1", "algorithm.loss_config.clip_low=1: must be less than 1"),
+        ("algorithm.advantage_config.a=1", "algorithm.advantage_config={'a': 1}: algorithm.advantage=grpo takes no se"),
+        ("algorithm.loss_normalizer=words", "algorithm.loss_normalizer='words': must be"),
+        ("algorithm.kl.estimator=k4", "algorithm.kl.estimator='k4': must be 'k1', 'k2' or 'k3'"),
     ],
 )
 def test_one_fault_is_one_message(recipe: Path, override: str, expected: str) -> None:
@@ -163,13 +171,15 @@ def test_sequences_divide_over_shares_and_not_over_ranks(recipe: Path, tmp_path:
 
 
 def test_what_no_job_can_use_is_refused_at_once_for_both_kinds(recipe: Path, tmp_path: Path) -> None:
-    unusable = ["engine.forward_only=true", "engine.entropy=value"]
+    unusable = ["engine.head=value", "engine.forward_only=true"]
     heading, *problems = _message(recipe, *unusable).splitlines()
     assert heading == "2 problems in the configuration:"
     assert [problem.split(":")[0].strip() for problem in problems] == unusable
     supervised = write_recipe(tmp_path / "sft.yaml", sft_settings(tmp_path / "sft"))
     with pytest.raises(ConfigError, match=r"engine\.head=value: .*; use language_model"):
         load_sft_job(supervised, ["engine.head=value"])
+    with pytest.raises(ConfigError, match=r"engine\.entropy=value: the loss of a supervised job takes no entropy"):
+        load_sft_job(supervised, ["engine.entropy=value"])
 
 
 def test_weights_of_a_sync_are_kept_aside_only_by_a_backend_with_snapshots(recipe: Path) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-import pickle
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pytest
 import torch
 
-from verl_async.algorithms.policy_loss import ClippedPolicyLoss, clipped_policy_loss, truncated_importance_weight
+from verl_async.algorithms.policy_loss import PpoLoss, PpoLossConfig, clipped_policy_loss, truncated_importance_weight
 from verl_async.algorithms.sft_loss import sft_loss
 from verl_engine.batch.packed import PackedBatch
 from verl_engine.batch.sequence import Sequence
 from verl_engine.engine.base import TokenOutput
+
+if TYPE_CHECKING:
+    from verl_engine.engine.metrics import Metric
 
 NAN = float("nan")
 
@@ -21,6 +23,12 @@ NAN = float("nan")
 def batch_of(mask: list[bool], **fields: list[float]) -> PackedBatch:
     arrays = {name: np.array(values, np.float32) for name, values in fields.items()}
     return PackedBatch.from_sequences([Sequence(np.arange(len(mask)), np.array(mask), arrays)])
+
+
+def ppo(
+    log_probs: torch.Tensor, batch: PackedBatch, **settings: float | None
+) -> tuple[torch.Tensor, dict[str, Metric]]:
+    return PpoLoss(PpoLossConfig.model_validate(settings))(TokenOutput(log_probs), batch)
 
 
 def logs(*probabilities: float) -> list[float]:
@@ -75,17 +83,18 @@ def test_loss_sums_over_the_loss_tokens_only() -> None:
     batch = batch_of(
         [False, True, False, True],
         advantages=[NAN, 2, NAN, -2],
-        rollout_log_probs=[NAN, math.log(0.4), float("-inf"), math.log(0.4)],
+        old_log_probs=[NAN, math.log(0.4), float("-inf"), math.log(0.4)],
     )
     log_probs = torch.tensor([0.0, *logs(0.6), 0.0, *logs(0.6)], requires_grad=True)
-    loss, metrics = ClippedPolicyLoss(0.2, 0.28)(TokenOutput(log_probs), batch)
+    loss, metrics = ppo(log_probs, batch, importance_cap=None)
     loss.backward()
     torch.testing.assert_close(loss, torch.tensor(-2.56 + 3.0))
     assert log_probs.grad is not None
     torch.testing.assert_close(log_probs.grad, torch.tensor([0.0, 0, 0, 3]))
     assert set(metrics) == {"ratio", "clip_fraction", "approx_kl"}
-    assert metrics["clip_fraction"].item() == 1
-    torch.testing.assert_close(metrics["ratio"], torch.tensor(3.0))
+    assert {(metric.reduction, metric.count) for metric in metrics.values()} == {("mean", 2)}
+    assert metrics["clip_fraction"].value.item() == 1
+    torch.testing.assert_close(metrics["ratio"].value, torch.tensor(3.0))
 
 
 def test_with_a_cap_the_ratio_is_against_the_old_policy() -> None:
@@ -97,32 +106,13 @@ def test_with_a_cap_the_ratio_is_against_the_old_policy() -> None:
         old_log_probs=[NAN, *logs(0.6, 0.9)],
     )
     log_probs = torch.tensor([0.0, *logs(0.6, 0.99)], requires_grad=True)
-    loss, metrics = ClippedPolicyLoss(0.2, 0.28, importance_cap=2.0)(TokenOutput(log_probs), batch)
+    loss, metrics = ppo(log_probs, batch)
     loss.backward()
     torch.testing.assert_close(loss, torch.tensor(1.5 * -2 + 2 * 1.1))
     assert log_probs.grad is not None
     torch.testing.assert_close(log_probs.grad, torch.tensor([0.0, -3.0, 2.2]))
-    torch.testing.assert_close(metrics["importance_weight"], torch.tensor(3.5))
-    torch.testing.assert_close(metrics["ratio"], torch.tensor(2.1))
-
-
-@pytest.mark.parametrize("cap", [None, 2.0])
-def test_a_micro_batch_without_sequences_adds_zero_but_has_a_gradient(cap: float | None) -> None:
-    log_probs = torch.zeros(1, requires_grad=True)
-    loss, metrics = ClippedPolicyLoss(0.2, 0.28, cap)(TokenOutput(log_probs), PackedBatch.from_sequences([]))
-    loss.backward()
-    assert loss.item() == 0
-    assert log_probs.grad is not None
-    assert log_probs.grad.tolist() == [0]
-    # The names must not depend on the data: ranks add metrics up by name.
-    assert set(metrics) == {"ratio", "clip_fraction", "approx_kl"} | ({"importance_weight"} if cap else set())
-    assert all(value.item() == 0 for value in metrics.values())
-
-
-def test_losses_travel_between_processes() -> None:
-    loss = ClippedPolicyLoss(0.2, 0.28, 2.0)
-    assert pickle.loads(pickle.dumps(loss)) == loss  # noqa: S301 - our own bytes
-    assert pickle.loads(pickle.dumps(sft_loss)) is sft_loss  # noqa: S301 - our own bytes
+    torch.testing.assert_close(metrics["importance_weight"].value, torch.tensor(3.5))
+    torch.testing.assert_close(metrics["ratio"].value, torch.tensor(2.1))
 
 
 def test_sft_loss_sums_over_the_loss_tokens_only() -> None:

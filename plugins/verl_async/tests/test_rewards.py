@@ -164,7 +164,7 @@ def test_settings_that_a_class_does_not_take(folder: Path, name: str, config: di
     "path", ["exact_mach", "my rewards.score", ":score", ".score", "rewards.", "rewards:", "a:b:c"]
 )
 def test_a_name_that_is_no_path(path: str) -> None:
-    with pytest.raises(ConfigError, match=r"function='.*': must be 'exact_match', or module:attribute or a dotted"):
+    with pytest.raises(ConfigError, match=r"function='.*': must be exact_match, or module:attribute or a dotted"):
         validate(RewardConfig, {"function": path}, "reward")
 
 

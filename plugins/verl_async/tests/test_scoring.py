@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from plugins.verl_async.tests.fakes import STOP, encoded_prompts, make_scorer
-from verl_async.asynchrony.batches import build_sequences
+from plugins.verl_async.tests.fakes import STOP, encoded_prompts, learned, make_scorer
 from verl_async.asynchrony.samples import Draw, EncodedPrompt, ScoredGroup
-from verl_async.config import AlgorithmConfig
 from verl_async.data.prompts import Prompt
 from verl_async.errors import RewardError
 from verl_async.rollout.interface import Generation
@@ -89,7 +87,7 @@ def test_samples_without_a_reward_leave_their_group_and_are_named() -> None:
         "scoring/dropped_samples": 2.0,
         "scoring/dropped_groups": 1.0,
     }
-    sequences = build_sequences([group, lost], AlgorithmConfig(drop_uniform_groups=False))
+    sequences = learned([group, lost], drop_uniform_groups=False)
     assert [len(sequence) for sequence in sequences] == [5, 5]
 
 
@@ -105,8 +103,7 @@ def test_of_very_many_failures_the_first_are_named_and_all_are_counted() -> None
 def test_advantages_are_relative_to_the_samples_that_are_left() -> None:
     scorer = make_scorer(lambda text: None if text == "11" else float(len(text)))
     group = score(scorer, RIGHT, WRONG, Generation([7], [-1.0], [0], "stop"))
-    config = AlgorithmConfig(normalize_by_std=False)
-    sequences = build_sequences([group], config)
+    sequences = learned([group], advantage="dr_grpo")
     assert [sequence.fields["advantages"][-1] for sequence in sequences] == [2.0, -2.0]  # 5 and 1, around 3
 
 

@@ -50,12 +50,11 @@ class EngineConfig(BaseModel):
     """What the model ends in: ``language_model`` gives the log-prob of each token, ``value`` one number for the state
     before it (a critic; a new head where the model folder has none; for loops of your own, jobs refuse it)."""
     forward_only: bool = False
-    """Neither gradients nor optimizer: for a reference policy in a loop of your own. Training such an engine is
-    refused, and so is a job with one."""
+    """Neither gradients nor optimizer: for a reference policy. Training such an engine is refused, and so is a job with
+    one: a job makes the one that its algorithm needs itself."""
     entropy: Literal["off", "value", "gradient"] = "off"
-    """Whether the entropy of each token's distribution is computed too, for losses to use: without gradient
-    (``value``), or with one (``gradient``, for an entropy bonus). For loops of your own: no loss of a job uses it, so
-    jobs refuse it."""
+    """Whether the entropy of each token's distribution is computed too: without gradient (``value``, a metric of RL
+    jobs), or with one (``gradient``, for an entropy bonus). Supervised jobs refuse it."""
     router_replay: bool = False
     """Run tokens through the experts that their sequences bring in the field ``routed_experts``, weighted by the
     model's own routers, and say through which tokens went in a forward without gradient. For models with a mixture of

@@ -6,9 +6,12 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, model_validator
 
+from verl_async.algorithms.kl import KlEstimator
+from verl_async.algorithms.names import ADVANTAGES, LOSSES
 from verl_async.data_config import DataConfig, NamedPath, SftDataConfig
+from verl_async.references import known_or_reference
 from verl_async.reward_config import LONGEST_S, RewardConfig
-from verl_engine.contract.bounded import Count, CountOrZero, Positive, Ranks, Threads
+from verl_engine.contract.bounded import Count, CountOrZero, NonNegative, Positive, Ranks, Threads
 from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.strict_model import StrictModel
 
@@ -68,23 +71,55 @@ class AsyncTrainingConfig(StrictModel):
     """Groups the sample queue holds before rollouts wait; by default what staleness allows."""
 
 
-class AlgorithmConfig(StrictModel):
-    """GRPO with a clipped policy loss and token-level aggregation."""
+class KlConfig(StrictModel):
+    """How the policy is held near the reference policy: the model that training began with."""
 
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """The ratio is clipped below at 1 - clip_low (PPO)."""
-    clip_high: Positive = 0.28
-    """The ratio is clipped above at 1 + clip_high (DAPO's clip-higher)."""
-    normalize_by_std: bool = True
-    """Divide a group's centred rewards by their standard deviation (GRPO); False leaves them (Dr. GRPO)."""
+    coefficient: Positive = 0.001
+    """The KL counts so many times."""
+    estimator: KlEstimator = "k3"
+    """Schulman's: with log r = reference - policy, k1 is -log r, k2 is (log r)^2 / 2, k3 is (r - 1) - log r. In the
+    loss k1 does nothing on average, for the expectation of its gradient is 0; in the reward it is the usual one."""
+    where: Literal["loss", "reward"] = "loss"
+    """``loss`` adds the KL of each token to the loss; ``reward`` takes the sum over a response, under the old
+    log-probs, off its reward."""
+
+
+def _advantage_name(name: str) -> str:
+    return known_or_reference(name, ADVANTAGES)
+
+
+def _loss_name(name: str) -> str:
+    return known_or_reference(name, LOSSES)
+
+
+class AlgorithmConfig(StrictModel):
+    """What is learned from the rewards."""
+
+    advantage: Annotated[str, AfterValidator(_advantage_name)] = "grpo"
+    """``grpo`` divides a group's centred rewards by their standard deviation, ``dr_grpo`` leaves them (Dr. GRPO); or
+    ``module:attribute`` of an advantage of your own."""
+    advantage_config: dict[str, Any] = Field(default_factory=dict)
+    """Settings for the ``Config`` of the advantage, where that is a class with one."""
+    loss: Annotated[str, AfterValidator(_loss_name)] = "ppo"
+    """``ppo``, the clipped policy loss; or ``module:attribute`` of a loss of your own."""
+    loss_config: dict[str, Any] = Field(default_factory=dict)
+    """Settings for the ``Config`` of the loss, where that is a class with one."""
+    loss_normalizer: Literal["tokens", "sequences"] | Positive = "tokens"
+    """What the sum of an optimizer step's loss over its tokens is divided by: the number of its tokens in the loss, or
+    of its sequences, or a constant, such as sequences times longest response (Dr. GRPO)."""
     old_log_probs: Literal["rollout", "recompute"] = "rollout"
     """What the ratio is taken against: the log-probs of the rollout, or those of the trainer's weights at the last
-    weight sync, which it keeps aside where there are several training steps between syncs. With ``recompute`` the gap
-    to the rollout is corrected by a truncated importance weight."""
-    importance_cap: float = Field(default=2.0, ge=1, le=1e37)
-    """Upper bound of that importance weight; only used with ``old_log_probs: recompute``."""
+    weight sync, of which it keeps a snapshot where there are several training steps between syncs. With ``recompute``
+    the loss ``ppo`` corrects the gap to the rollout by a truncated importance weight."""
+    kl: KlConfig | None = None
+    """KL to the reference policy: that is the model without its adapter (LoRA), or a second, forward-only engine in
+    each trainer rank. By default there is none, and no reference either."""
+    entropy_coefficient: NonNegative = 0.0
+    """The entropy of each token's distribution counts so many times against the loss; needs ``engine.entropy:
+    gradient``."""
     drop_uniform_groups: bool = True
-    """Leave out groups whose rewards are all equal: their advantages are zero, so they only cost time."""
+    """Leave out groups whose advantages are all zero, as those of equal rewards are: they only cost time. A KL in the
+    loss and an entropy bonus leave them out too."""
 
 
 class _Length(StrictModel):

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pydantic import BaseModel
 
-from verl_async.config import ReadSftJob, ReadTrainJob, RolloutConfig, SftJob, TrainJob
+from verl_async.algorithms.algorithm import Algorithm
+from verl_async.algorithms.engine_check import check_engine
+from verl_async.config import AlgorithmConfig, ReadSftJob, ReadTrainJob, RolloutConfig, SftJob, TrainJob
 from verl_async.data.rows import shorten
 from verl_async.rollout.kind import ROLLOUT
 from verl_engine.contract.config_file import literal, read_config, validate
@@ -108,9 +110,10 @@ def _load(
                 # The rows tell, when they are read; see `with_steps`.
                 engine = engine._replace(config=engine.config.model_copy(update={"total_steps": None}))
             _check_shares(read, engine.config)
-            _check_use(engine.config)
+            _check_use(engine.config, is_supervised=isinstance(read, ReadSftJob))
             _check_features(engine, read.trainer.num_ranks)
-            _check_old_log_probs(read, engine.spec)
+            if isinstance(read, ReadTrainJob):
+                _check_old_log_probs(read, engine.spec)
     except EngineError as error:
         faults.insert(0, error)
     if rollout_spec is not None and (data["rollout"].top_k or data["rollout"].top_p < 1):
@@ -118,9 +121,24 @@ def _load(
             rollout_spec.require("filtered_log_probs")
         except EngineError as error:
             faults.append(error)
+    algorithm: dict[str, AlgorithmConfig] = {}
+    try:
+        algorithm = _algorithm(read, engine)
+    except EngineError as error:
+        faults.append(error)
     if read is None or engine is None or faults:
         raise _combined(faults)
-    return _with_absolute_paths(validate(job_class, {**dict(read), "engine": engine.config}))
+    return _with_absolute_paths(validate(job_class, {**dict(read), **algorithm, "engine": engine.config}))
+
+
+def _algorithm(job: ReadTrainJob | ReadSftJob | None, engine: EngineSection | None) -> dict[str, AlgorithmConfig]:
+    """Check what an RL job learns, and return the section with the settings of advantage and loss filled in."""
+    if not isinstance(job, ReadTrainJob):
+        return {}
+    algorithm = Algorithm.load(job.algorithm)
+    if engine is not None:
+        check_engine(algorithm, engine.config, engine.spec)
+    return {"algorithm": algorithm.config}
 
 
 def _check_shares(job: ReadTrainJob | ReadSftJob, engine: EngineConfig) -> None:
@@ -136,7 +154,7 @@ def _check_shares(job: ReadTrainJob | ReadSftJob, engine: EngineConfig) -> None:
         raise ConfigError(f"{what} do not divide over {over}; make it a multiple of {num_shares}")
 
 
-def _check_use(engine: EngineConfig) -> None:
+def _check_use(engine: EngineConfig, *, is_supervised: bool) -> None:
     """Refuse what a job cannot train, or would compute for nothing."""
     faults: list[EngineError] = []
     if engine.head != "language_model":
@@ -150,14 +168,14 @@ def _check_use(engine: EngineConfig) -> None:
         faults.append(
             ConfigError(
                 "engine.forward_only=true: a job trains its engine, and this one could not be trained; use false, and "
-                "run reference policies in a loop of your own"
+                "set algorithm.kl for a reference policy"
             )
         )
-    if engine.entropy != "off":
+    if is_supervised and engine.entropy != "off":
         faults.append(
             ConfigError(
-                f"engine.entropy={engine.entropy}: no loss of a job takes an entropy, so it would be computed for "
-                "nothing; use off, and give your loss an entropy in a loop of your own"
+                f"engine.entropy={engine.entropy}: the loss of a supervised job takes no entropy, so it would be "
+                "computed for nothing; use off"
             )
         )
     if engine.router_replay:
@@ -178,9 +196,9 @@ def _check_features(engine: EngineSection, num_ranks: int) -> None:
         engine.spec.require(feature)
 
 
-def _check_old_log_probs(job: ReadTrainJob | ReadSftJob, spec: BackendSpec) -> None:
+def _check_old_log_probs(job: ReadTrainJob, spec: BackendSpec) -> None:
     """Refuse a backend without snapshots where the job needs those of the weights at each sync."""
-    if not isinstance(job, ReadTrainJob) or job.algorithm.old_log_probs != "recompute":
+    if job.algorithm.old_log_probs != "recompute":
         return
     sync_step = job.async_training.trigger_parameter_sync_step
     if sync_step > 1:

@@ -1,10 +1,12 @@
-"""A user's class or function that a job names: ``module:attribute``, or a dotted path."""
+"""Classes and functions that a job names: a built-in one by its name, a user's as ``module:attribute``."""
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,7 @@ from verl_engine.contract.errors import ConfigError
 from verl_engine.contract.strict_model import StrictModel
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 
 def split_reference(text: str) -> tuple[str, str]:
@@ -28,6 +30,59 @@ def split_reference(text: str) -> tuple[str, str]:
     if not all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
         raise ValueError("must be module:attribute or a dotted path, such as my_rewards:score")
     return module, attribute
+
+
+def known_or_reference(text: str, built_in: Iterable[str]) -> str:
+    """Return a name as it is; for validating a field.
+
+    Raises:
+        ValueError: it is neither built in nor `split_reference` takes it.
+    """
+    names = list(built_in)
+    if text not in names:
+        try:
+            split_reference(text)
+        except ValueError as error:
+            close = difflib.get_close_matches(text, names, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"must be {', '.join(names)}, or {str(error).removeprefix('must be ')}{hint}") from None
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a job names, imported and made."""
+
+    made: Any
+    settings: dict[str, Any]
+    """Plain values, defaults included."""
+    path: str
+    """File of its module, or folder of its outermost package: what other processes need."""
+
+
+def load(name: str, built_in: Mapping[str, str], settings: Mapping[str, Any], at: str) -> Loaded:
+    """Import what a job names and make it, in this process.
+
+    Args:
+        name: built in, or a reference.
+        built_in: references by name.
+        settings: for its ``Config``.
+        at: dotted path of the field that names it; its settings are in the one that ends in ``_config``.
+    Raises:
+        ConfigError: as `load_reference` and `make`.
+    """
+    place, reference = f"{at}={name}", built_in.get(name, name)
+    found = load_reference(reference, place, at.rpartition(".")[2])
+    made = make(found, settings, place, f"{at}_config")
+    config = validated(found, settings, place, f"{at}_config")
+    return Loaded(made, {} if config is None else config.model_dump(mode="json"), _path_of(reference))
+
+
+def _path_of(reference: str) -> str:
+    top = sys.modules[split_reference(reference)[0].partition(".")[0]]
+    paths = [top.__file__] if getattr(top, "__file__", None) else list(getattr(top, "__path__", []))
+    path = Path(paths[0] or "").absolute()
+    return str(path.parent if path.name.startswith("__init__.") else path)
 
 
 def load_reference(text: str, place: str, expected: str) -> object:
@@ -63,22 +118,29 @@ def make(found: object, settings: Mapping[str, Any], place: str, at: str) -> obj
     Raises:
         ConfigError: a setting is wrong (all faults in one message), nothing takes the settings, or making it failed.
     """
-    config_class = getattr(found, "Config", None) if isinstance(found, type) else None
-    if config_class is None and settings:
-        raise ConfigError(
-            f"{at}={dict(settings)}: {place} takes no settings; only a class with a Config (a StrictModel) in it does"
-        )
+    config = validated(found, settings, place, at)
     if not isinstance(found, type):
         return found
-    if config_class is not None and not (isinstance(config_class, type) and issubclass(config_class, StrictModel)):
+    try:
+        return found() if config is None else found(config)
+    except Exception as error:
+        raise ConfigError(f"{place}: cannot be made: {type(error).__name__}: {error}") from error
+
+
+def validated(found: object, settings: Mapping[str, Any], place: str, at: str) -> StrictModel | None:
+    """Return the settings of what a job names, defaults included; None where it has none. As `make`."""
+    config_class = getattr(found, "Config", None) if isinstance(found, type) else None
+    if config_class is None:
+        if settings:
+            raise ConfigError(
+                f"{at}={dict(settings)}: {place} takes no settings; only a class with a Config (a StrictModel) does"
+            )
+        return None
+    if not (isinstance(config_class, type) and issubclass(config_class, StrictModel)):
         raise ConfigError(
             f"{place}: its Config is no StrictModel; derive it from verl_engine's (contract.strict_model)"
         )
-    arguments = [] if config_class is None else [validate(config_class, settings, at)]
-    try:
-        return found(*arguments)
-    except Exception as error:
-        raise ConfigError(f"{place}: cannot be made: {type(error).__name__}: {error}") from error
+    return validate(config_class, settings, at)
 
 
 def _import(module_name: str, place: str) -> object:

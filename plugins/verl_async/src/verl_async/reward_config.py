@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from verl_async.references import split_reference
+from verl_async.references import known_or_reference
 from verl_engine.contract.strict_model import StrictModel
 
 EXACT_MATCH: Final = "exact_match"
@@ -16,12 +16,7 @@ LONGEST_S: Final = 100_000_000
 
 
 def _known_or_reference(function: str) -> str:
-    if function != EXACT_MATCH:
-        try:
-            split_reference(function)
-        except ValueError as error:
-            raise ValueError(f"must be {EXACT_MATCH!r}, or m{str(error).removeprefix('must be m')}") from None
-    return function
+    return known_or_reference(function, (EXACT_MATCH,))
 
 
 FunctionName = Annotated[str, AfterValidator(_known_or_reference)]

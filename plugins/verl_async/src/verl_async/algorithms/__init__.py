@@ -1,1 +1,1 @@
-"""Floor 1: advantages and losses, as pure functions."""
+"""Layer 1: advantages, losses and what goes into them, as pure functions. Free of torch at import."""

@@ -5,16 +5,20 @@ Shape legend: T tokens of the micro-batch, K of them in the loss.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-import torch
+from pydantic import Field
+
+from verl_async.algorithms.columns import ADVANTAGES, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS
+from verl_engine.contract.bounded import Positive
+from verl_engine.contract.strict_model import StrictModel
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from verl_engine.batch.packed import PackedBatch
     from verl_engine.engine.base import TokenOutput
+    from verl_engine.engine.metrics import Metric
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are held within +-20 (verl's bound). Far beyond, exp overflows float32, and a clipped token's gradient
@@ -48,7 +52,7 @@ def clipped_policy_loss(
         "clip_fraction": (clipped_gain_K < gain_K).float(),
         "approx_kl": ratio_K - 1 - log_ratio_K,
     }
-    return -torch.minimum(gain_K, clipped_gain_K), {name: value.detach() for name, value in metrics.items()}
+    return -gain_K.minimum(clipped_gain_K), {name: value.detach() for name, value in metrics.items()}
 
 
 def truncated_importance_weight(old_log_probs_K: Tensor, rollout_log_probs_K: Tensor, cap: float) -> Tensor:
@@ -67,41 +71,48 @@ def truncated_importance_weight(old_log_probs_K: Tensor, rollout_log_probs_K: Te
     return (old_log_probs_K - rollout_log_probs_K).detach().exp().clamp(max=cap)
 
 
-@dataclass(frozen=True, slots=True)
-class ClippedPolicyLoss:
-    """The policy loss as a `LossFn`: sums over the tokens in the loss; all other tokens add exactly 0, junk or not.
+class PpoLossConfig(StrictModel):
+    """The clipped policy loss, with a correction for samples that were drawn by other weights."""
 
-    Fields it reads: ``advantages`` and ``rollout_log_probs``; with an importance cap also ``old_log_probs``.
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """The ratio is clipped below at 1 - clip_low (PPO)."""
+    clip_high: Positive = 0.28
+    """The ratio is clipped above at 1 + clip_high (DAPO's clip-higher)."""
+    importance_cap: Annotated[float, Field(ge=1, le=1e37)] | None = 2.0
+    """Upper bound of the importance weight exp(old - rollout log-prob) that each token's loss is multiplied by; null
+    leaves the weight out. It is 1 with ``old_log_probs: rollout``, where both are the same."""
+
+
+class PpoLoss:
+    """The clipped policy loss as a `LossFn`: sums over the tokens in the loss; the others add exactly 0, junk or not.
+
+    The ratio is taken against the old log-probs; see `clipped_policy_loss` and `truncated_importance_weight`.
     """
 
-    clip_low: float
-    """The ratio is clipped below at 1 - clip_low."""
-    clip_high: float
-    """The ratio is clipped above at 1 + clip_high."""
-    importance_cap: float | None = None
-    """None: the ratio is taken against the rollout's log-probs. A number: against ``old_log_probs``, and each token's
-    loss is multiplied by its truncated importance weight."""
+    Config = PpoLossConfig
+    columns = (ADVANTAGES, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS)
 
-    def __call__(self, output: TokenOutput, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the summed loss and summed metrics of one micro-batch.
+    def __init__(self, config: PpoLossConfig) -> None:
+        """Keep the settings."""
+        self.config = config
+
+    def __call__(self, output: TokenOutput, batch: PackedBatch) -> tuple[Tensor, dict[str, Metric]]:
+        """Compute the summed loss and the metrics of one micro-batch.
 
         Returns:
             Scalar float32 loss; and ``ratio``, ``clip_fraction``, ``approx_kl`` and, with a cap, ``importance_weight``:
-            scalar float32 sums without gradient.
+            means over the tokens in the loss, without gradient.
         """
-        log_probs_K = output.log_probs[batch.loss_positions]
-        advantages_K = _pick(batch, "advantages", log_probs_K)
-        rollout_K = _pick(batch, "rollout_log_probs", log_probs_K)
-        old_K = rollout_K if self.importance_cap is None else _pick(batch, "old_log_probs", log_probs_K)
-        loss_K, metrics = clipped_policy_loss(log_probs_K, old_K, advantages_K, self.clip_low, self.clip_high)
-        if self.importance_cap is not None:
-            weight_K = truncated_importance_weight(old_K, rollout_K, self.importance_cap)
+        from verl_engine.engine.metrics import Metric  # brings torch, which validating a job does without
+
+        at, config = batch.loss_positions, self.config
+        # Picked, not multiplied by the mask: what lies outside the loss may be nan.
+        old_K, advantages_K = batch.fields[OLD_LOG_PROBS][at], batch.fields[ADVANTAGES][at]
+        loss_K, metrics = clipped_policy_loss(
+            output.log_probs[at], old_K, advantages_K, config.clip_low, config.clip_high
+        )
+        if config.importance_cap is not None:
+            weight_K = truncated_importance_weight(old_K, batch.fields[ROLLOUT_LOG_PROBS][at], config.importance_cap)
             loss_K = loss_K * weight_K
             metrics["importance_weight"] = weight_K
-        return loss_K.sum(), {name: value.sum() for name, value in metrics.items()}
-
-
-def _pick(batch: PackedBatch, name: str, like_K: Tensor) -> Tensor:
-    # Picked, not multiplied by the mask: what lies outside the loss may be nan. A micro-batch without sequences, which
-    # only keeps the ranks in step, has no fields.
-    return batch.fields[name][batch.loss_positions] if len(like_K) else torch.zeros_like(like_K)
+        return loss_K.sum(), {name: Metric(value.sum(), "mean", len(at)) for name, value in metrics.items()}

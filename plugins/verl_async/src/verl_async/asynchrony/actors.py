@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from verl_async.rollout.interface import Acknowledgement, Generation, GenerationRequest, WeightTransport
     from verl_engine.batch import sequence
     from verl_engine.engine.base import LossFn
-    from verl_engine.engine.train_step import StepReport
+    from verl_engine.engine.train_step import Normalizer, StepReport
     from verl_engine.engine.weights.bucket import WeightBucket
 
 ShareBatches = list[list[list["sequence.Sequence"]]]
@@ -39,13 +39,20 @@ class Trainer(Protocol):
     num_shares: int
     """Into how many a global batch is divided: the trainer ranks, or fewer where several compute one share together."""
 
-    async def train_batch(self, batches: ShareBatches, loss_fn: LossFn, temperature: float) -> StepReport:
-        """Make one optimizer step over a global batch."""
+    async def train_batch(
+        self, batches: ShareBatches, loss_fn: LossFn, temperature: float, normalizer: Normalizer = "tokens"
+    ) -> StepReport:
+        """Make one optimizer step over a global batch; the sums of the loss are divided by the normaliser."""
 
     async def infer_batch(
         self, batches: ShareBatches, temperature: float, tag: str | None = None
     ) -> list[list[list[npt.NDArray[np.float32]]]]:
         """Compute log-probs in the shape of `batches`, with the current weights, or those kept under a tag."""
+
+    async def infer_reference(
+        self, batches: ShareBatches, temperature: float
+    ) -> list[list[list[npt.NDArray[np.float32]]]]:
+        """Compute log-probs of the reference policy, in the shape of `batches`."""
 
     async def keep_weights(self, tag: str) -> None:
         """Keep the current weights aside, over what the tag held before."""

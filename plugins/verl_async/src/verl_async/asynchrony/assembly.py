@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from verl_async.algorithms.algorithm import Algorithm
 from verl_async.asynchrony.actors import RolloutWorker
 from verl_async.asynchrony.async_training import AsyncTraining
 from verl_async.asynchrony.evaluation import Evaluation
@@ -62,6 +63,7 @@ def assemble_training(
     budget = StalenessBudget(limit, per_step * job.trainer.steps)
     queue = SampleQueue(job.async_training.queue_size or limit)
     source = PromptSource(prompts, job.data.seed, job.data.shuffle, mix)
+    algorithm = Algorithm.load(job.algorithm)
     scorer = texts.scorer(job.reward, [*prompts, *held_out], watchers.listener.on_note)
     weights = _weight_sync(job, actors.trainer, workers, interrupt=job.async_training.partial_rollout)
     rollouts = [
@@ -75,7 +77,7 @@ def assemble_training(
             timeline=watchers.timeline,
             config=job.rollout,
             sampling=texts.sampling(job.rollout),
-            put_timeout_s=_longest_step_s(job, len(held_out)),
+            put_timeout_s=_longest_step_s(job, algorithm, len(held_out)),
         )
         for worker in workers
     ]
@@ -87,7 +89,7 @@ def assemble_training(
         update=PolicyUpdate(
             actors.trainer,
             job.trainer,
-            job.algorithm,
+            algorithm,
             job.rollout.temperature,
             job.async_training.trigger_parameter_sync_step,
         ),
@@ -124,11 +126,11 @@ def assemble_supervised(
     )
 
 
-def _longest_step_s(job: TrainJob, num_held_out: int) -> float:
+def _longest_step_s(job: TrainJob, algorithm: Algorithm, num_held_out: int) -> float:
     """Return how long the trainer may leave the queue alone: update, sync and evaluation, each at its limits."""
-    num_calls = job.async_training.require_batches
-    if job.algorithm.old_log_probs == "recompute":
-        num_calls = 2 * num_calls + 1  # the weights of a sync are kept aside too
+    is_recomputed = job.algorithm.old_log_probs == "recompute"
+    num_calls = job.async_training.require_batches * (1 + is_recomputed + algorithm.needs_reference)
+    num_calls += is_recomputed  # of the weights of a sync a snapshot is taken
     sync_s = 2 * job.weight_sync.timeout_s + job.rollout.timeout_s
     num_answers = -(-num_held_out // job.rollout.num_workers)
     num_batches = -(-num_answers // (job.rollout.max_batch_prompts * job.rollout.n))

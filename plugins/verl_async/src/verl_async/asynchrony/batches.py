@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from verl_async.algorithms.advantages import grpo_advantages, uniform_groups
+from verl_async.algorithms.advantages import SampleGroup
+from verl_async.algorithms.columns import (
+    ADVANTAGES,
+    OLD_LOG_PROBS,
+    REF_LOG_PROBS,
+    REWARD_METRIC,
+    REWARDS,
+    ROLLOUT_LOG_PROBS,
+)
+from verl_async.algorithms.kl import kl_estimate
+from verl_async.errors import RewardError
 from verl_engine.batch.plan import plan_micro_batches
 from verl_engine.batch.sequence import Sequence
+from verl_engine.contract.errors import ConfigError
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
+    from collections.abc import Iterable
 
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from verl_async.algorithms.algorithm import Algorithm
+    from verl_async.algorithms.kl import KlEstimator
     from verl_async.asynchrony.actors import ShareBatches
     from verl_async.asynchrony.samples import ScoredGroup
-    from verl_async.config import AlgorithmConfig
-    from verl_async.rollout.interface import Generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,52 +63,138 @@ class SharePlan:
         return [flat[index] for index in range(len(flat))]
 
 
-def build_sequences(groups: list[ScoredGroup], config: AlgorithmConfig) -> list[Sequence]:
+def build_sequences(groups: list[ScoredGroup], columns: Iterable[str], old_log_probs: str) -> list[Sequence]:
     """Make the training sequences of a mini-batch: prompt and response, the response in the loss.
 
-    Fields: ``advantages`` (the group-relative advantage, the same for each token of a response) and
-    ``rollout_log_probs``.
-
+    Args:
+        groups: those with too few samples to compare are left out.
+        columns: which per-token fields to add, of those that need no model; [L] float32, 0 outside of the response.
+            Others are passed over.
+        old_log_probs: as ``algorithm.old_log_probs``; for ``rollout`` the old log-probs are the rollout's.
     Returns:
-        One sequence a sample, group after group; groups with fewer than two scored samples are left out, and those
-        with equal rewards if so configured.
+        One sequence a sample, group after group.
+    Raises:
+        RewardError: a column is a number that a sample's reward did not return.
     """
+    names = tuple(columns)
     return [
-        _build_sequence(group.draw.encoded.token_ids, generation, advantage)
+        _build_sequence(group, index, names, old_log_probs)
         for group in groups
-        for generation, advantage in zip(group.generations, _advantages(group, config), strict=False)
+        if not group.is_dropped
+        for index in range(len(group.generations))
     ]
 
 
-def _advantages(group: ScoredGroup, config: AlgorithmConfig) -> list[float]:
-    """Return each sample's advantage; none where the group is left out."""
-    if group.is_dropped:
-        return []
-    rewards_1G = torch.tensor([group.rewards], dtype=torch.float64)  # squares need room
-    if config.drop_uniform_groups and uniform_groups(rewards_1G).item():
-        return []
-    advantages: list[float] = grpo_advantages(rewards_1G, normalize_by_std=config.normalize_by_std)[0].tolist()
-    return advantages
-
-
-def with_old_log_probs(sequences: list[Sequence], log_probs: list[npt.NDArray[np.float32]]) -> list[Sequence]:
-    """Add the field ``old_log_probs``, each [L] float32, nats."""
+def with_column(sequences: list[Sequence], name: str, values: Iterable[npt.NDArray[np.float32]]) -> list[Sequence]:
+    """Add a field, each [L] float32."""
     return [
-        Sequence(sequence.token_ids, sequence.loss_mask, {**sequence.fields, "old_log_probs": old})
-        for sequence, old in zip(sequences, log_probs, strict=True)
+        dataclasses.replace(sequence, fields={**sequence.fields, name: column})
+        for sequence, column in zip(sequences, values, strict=True)
     ]
 
 
-def _build_sequence(prompt_ids: tuple[int, ...], generation: Generation, advantage: float) -> Sequence:
-    num_prompt, num_response = len(prompt_ids), len(generation.token_ids)
-    in_response = np.arange(num_prompt + num_response) >= num_prompt
-    rollout_log_probs = np.zeros(len(in_response), np.float32)
-    rollout_log_probs[num_prompt:] = generation.log_probs
-    return Sequence(
-        token_ids=np.array([*prompt_ids, *generation.token_ids], np.int64),
-        loss_mask=in_response,
-        fields={
-            "advantages": np.where(in_response, advantage, 0.0).astype(np.float32),
-            "rollout_log_probs": rollout_log_probs,
-        },
-    )
+def with_advantages(groups: list[ScoredGroup], sequences: list[Sequence], algorithm: Algorithm) -> list[Sequence]:
+    """Add the advantages.
+
+    Args:
+        groups: of the mini-batch.
+        sequences: of `build_sequences`, with the columns that the advantage reads.
+        algorithm: the job's.
+    Returns:
+        The sequences with an advantage; groups where all are zero are left out if so configured.
+    Raises:
+        ConfigError: the advantage gave other shapes than it should, or numbers that are not finite.
+    """
+    learned: list[Sequence] = []
+    rest = iter(sequences)
+    for group in groups:
+        if group.is_dropped:
+            continue
+        own = list(islice(rest, len(group.generations)))
+        advantages = _advantages(group, own, algorithm)
+        if algorithm.config.drop_uniform_groups and not any(column.any() for column in advantages):
+            continue
+        learned += with_column(own, ADVANTAGES, advantages)
+    return learned
+
+
+def without_fields(sequences: list[Sequence], names: frozenset[str]) -> list[Sequence]:
+    """Leave out fields that nothing reads any more: they would travel to the ranks."""
+    return [
+        dataclasses.replace(one, fields={name: column for name, column in one.fields.items() if name not in names})
+        for one in sequences
+    ]
+
+
+def kl_of(sequence: Sequence, estimator: KlEstimator) -> Tensor:
+    """Return [R] float64, nats: the KL between old policy and reference, per token in the loss."""
+    old_R, ref_R = (_in_loss(sequence, name) for name in (OLD_LOG_PROBS, REF_LOG_PROBS))
+    return kl_estimate(old_R, ref_R, estimator)
+
+
+def _in_loss(sequence: Sequence, name: str) -> Tensor:
+    return torch.from_numpy(sequence.fields[name][sequence.loss_mask]).double()
+
+
+def _advantages(group: ScoredGroup, sequences: list[Sequence], algorithm: Algorithm) -> list[npt.NDArray[np.float32]]:
+    """Return [L] for each sample of a group."""
+    rewards_G = torch.tensor(group.rewards, dtype=torch.float64)  # squares need room
+    if algorithm.reward_kl is not None:
+        kl_G = torch.stack([kl_of(one, algorithm.reward_kl.estimator).sum() for one in sequences])
+        rewards_G = rewards_G - algorithm.reward_kl.coefficient * kl_G
+    columns = {name: [_in_loss(one, name) for one in sequences] for name in algorithm.advantage_columns}
+    place = f"algorithm.advantage={algorithm.config.advantage}"
+    given = algorithm.advantage(SampleGroup(rewards_G, columns))
+    try:
+        found = [torch.as_tensor(value).detach() for value in given]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{place} gave {given!r}; expected a number, or a tensor, for each sample") from error
+    if len(found) != len(sequences):
+        raise ConfigError(f"{place} gave {len(found)} advantages for a group of {len(sequences)} samples")
+    return [_advantage_column(*pair, place) for pair in zip(sequences, found, strict=True)]
+
+
+def _advantage_column(sequence: Sequence, found: Tensor, place: str) -> npt.NDArray[np.float32]:
+    if list(found.shape) not in ([], [sequence.num_loss_tokens]):
+        raise ConfigError(
+            f"{place} gave a sample of {sequence.num_loss_tokens} tokens advantages of shape {list(found.shape)}; "
+            "expected one number, or one for each token"
+        )
+    if not found.float().isfinite().all():
+        raise ConfigError(f"{place} gave {found.flatten()[:3].tolist()}, which is not finite in float32")
+    column = np.zeros(len(sequence), np.float32)
+    column[sequence.loss_mask] = found.numpy()
+    return column
+
+
+def _build_sequence(group: ScoredGroup, index: int, names: tuple[str, ...], old_log_probs: str) -> Sequence:
+    prompt_ids, generation = group.draw.encoded.token_ids, group.generations[index]
+    in_response = np.arange(len(prompt_ids) + len(generation.token_ids)) >= len(prompt_ids)
+
+    def column(values: float | list[float]) -> npt.NDArray[np.float32]:
+        filled = np.zeros(len(in_response), np.float32)
+        filled[in_response] = values
+        return filled
+
+    rollout_log_probs = column(generation.log_probs)
+    fields = {ROLLOUT_LOG_PROBS: rollout_log_probs}
+    if old_log_probs == "rollout":
+        fields[OLD_LOG_PROBS] = rollout_log_probs
+    if REWARDS in names:
+        fields[REWARDS] = column(group.rewards[index])
+    for name in names:
+        if name.startswith(REWARD_METRIC):
+            fields[name] = column(_reward_metric(group, index, name))
+    return Sequence(np.array([*prompt_ids, *generation.token_ids], np.int64), in_response, fields)
+
+
+def _reward_metric(group: ScoredGroup, index: int, name: str) -> float:
+    metrics = group.metrics[index] if group.metrics else {}
+    key = name.removeprefix(REWARD_METRIC)
+    if key not in metrics:
+        known = ", ".join(metrics) or "no other numbers"
+        raise RewardError(
+            f"sample {group.draw.sample_id(index)}: the algorithm asks for {name}, but the reward returned no {key!r}; "
+            f"beside the score it returned {known}"
+        )
+    return metrics[key]

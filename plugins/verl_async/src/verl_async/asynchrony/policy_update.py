@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
-from verl_async.algorithms.policy_loss import ClippedPolicyLoss
-from verl_async.asynchrony.batches import SharePlan, build_sequences, with_old_log_probs
+from verl_async.algorithms.columns import OLD_LOG_PROBS, REF_LOG_PROBS, ROLLOUT_LOG_PROBS
+from verl_async.asynchrony.batches import (
+    SharePlan,
+    build_sequences,
+    kl_of,
+    with_advantages,
+    with_column,
+    without_fields,
+)
 from verl_async.asynchrony.waiting import within
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
+    from verl_async.algorithms.algorithm import Algorithm
     from verl_async.asynchrony.actors import Trainer
     from verl_async.asynchrony.samples import ScoredGroup
-    from verl_async.config import AlgorithmConfig, TrainerConfig
+    from verl_async.config import TrainerConfig
     from verl_engine.batch.sequence import Sequence
     from verl_engine.engine.train_step import StepReport
 
@@ -29,7 +38,7 @@ class PolicyUpdate:
 
     trainer: Trainer
     config: TrainerConfig
-    algorithm: AlgorithmConfig
+    algorithm: Algorithm
     temperature: float
     """Of the rollouts: the policy that is trained is the one that was sampled."""
     sync_step: int = 1
@@ -42,27 +51,46 @@ class PolicyUpdate:
             groups: require_batches * mini_batch_size of them, sorted by draw.
             since_sync: training steps made since the last weight sync.
         Returns:
-            Figures of the step, means over its optimizer steps; without those of the loss if every group was left out.
+            Metrics of the step, means over its optimizer steps; without those of the loss if every group was left out.
         """
-        size = self.config.mini_batch_size
-        mini_batches = [
-            build_sequences(groups[start : start + size], self.algorithm) for start in range(0, len(groups), size)
-        ]
-        mini_batches = [sequences for sequences in mini_batches if sequences]
-        if self.algorithm.old_log_probs == "recompute":
-            # All before the first update: the ratio is against the weights of the last sync, which are those in force
-            # in the first training step after it.
+        tag = None
+        if self.algorithm.config.old_log_probs == "recompute":
+            # The ratio is against the weights of the last sync, which are the current ones in the first training step
+            # after it.
             if since_sync == 0 and self.sync_step > 1:
                 await self._keep_weights()
             tag = _SYNCED if since_sync else None
-            mini_batches = [await self._add_old_log_probs(sequences, tag) for sequences in mini_batches]
-        return _mean_figures([await self._train(sequences) for sequences in mini_batches])
+        size = self.config.mini_batch_size
+        # All before the first update, for the same reason.
+        mini_batches = [
+            await self._prepared(groups[start : start + size], tag) for start in range(0, len(groups), size)
+        ]
+        reports = [await self._train(sequences) for sequences, _ in mini_batches if sequences]
+        kl = [value for _, values in mini_batches for value in values]
+        return _mean_figures(reports) | ({"reward_kl": fmean(kl)} if kl else {})
 
-    @property
-    def loss(self) -> ClippedPolicyLoss:
-        """The loss as configured."""
-        cap = self.algorithm.importance_cap if self.algorithm.old_log_probs == "recompute" else None
-        return ClippedPolicyLoss(self.algorithm.clip_low, self.algorithm.clip_high, cap)
+    async def _prepared(self, groups: list[ScoredGroup], tag: str | None) -> tuple[list[Sequence], list[float]]:
+        """Return what a mini-batch trains on, and the KL of each sequence where it is in the reward."""
+        algorithm = self.algorithm
+        wanted = (*algorithm.advantage_columns, *algorithm.loss.columns)
+        sequences = build_sequences(groups, wanted, algorithm.config.old_log_probs)
+        sequences = await self._with_log_probs(sequences, algorithm.advantage_columns, tag)
+        kl: list[float] = []
+        if algorithm.reward_kl is not None:
+            kl = [kl_of(one, algorithm.reward_kl.estimator).mean().item() for one in sequences]
+        sequences = with_advantages(groups, sequences, algorithm)
+        sequences = await self._with_log_probs(sequences, algorithm.loss.columns, tag)
+        unread = frozenset({ROLLOUT_LOG_PROBS, OLD_LOG_PROBS, *wanted} - set(algorithm.loss.columns))
+        return without_fields(sequences, unread), kl
+
+    async def _with_log_probs(
+        self, sequences: list[Sequence], columns: Iterable[str], tag: str | None
+    ) -> list[Sequence]:
+        """Have the trainer compute those log-probs among the columns that are not there yet."""
+        for name in (OLD_LOG_PROBS, REF_LOG_PROBS):
+            if sequences and name in columns and name not in sequences[0].fields:
+                sequences = await self._with_column(sequences, name, tag)
+        return sequences
 
     def _plan(self, sequences: list[Sequence]) -> SharePlan:
         return SharePlan.of(sequences, self.trainer.num_shares, self.config.max_tokens_per_micro_batch)
@@ -71,7 +99,12 @@ class PolicyUpdate:
         return await within(
             self.config.timeout_s,
             f"the trainer did not finish an optimizer step over {len(sequences)} sequences",
-            self.trainer.train_batch(self._plan(sequences).pick(sequences), self.loss, self.temperature),
+            self.trainer.train_batch(
+                self._plan(sequences).pick(sequences),
+                self.algorithm.loss,
+                self.temperature,
+                self.algorithm.config.loss_normalizer,
+            ),
         )
 
     async def _keep_weights(self) -> None:
@@ -81,14 +114,17 @@ class PolicyUpdate:
             self.trainer.keep_weights(_SYNCED),
         )
 
-    async def _add_old_log_probs(self, sequences: list[Sequence], tag: str | None) -> list[Sequence]:
-        plan = self._plan(sequences)
+    async def _with_column(self, sequences: list[Sequence], name: str, tag: str | None) -> list[Sequence]:
+        plan, of_reference = self._plan(sequences), name == REF_LOG_PROBS
+        what = "log-probs of the reference policy for" if of_reference else "log-probs of"
+        batches = plan.pick(sequences)
+        infer = self.trainer.infer_reference if of_reference else partial(self.trainer.infer_batch, tag=tag)
         results = await within(
             self.config.timeout_s,
-            f"the trainer did not compute the log-probs of {len(sequences)} sequences",
-            self.trainer.infer_batch(plan.pick(sequences), self.temperature, tag),
+            f"the trainer did not compute the {what} {len(sequences)} sequences",
+            infer(batches, self.temperature),
         )
-        return with_old_log_probs(sequences, plan.restore(results))
+        return with_column(sequences, name, plan.restore(results))
 
 
 def _mean_figures(reports: list[StepReport]) -> dict[str, float]:

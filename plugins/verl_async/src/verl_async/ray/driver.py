@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from verl_async.algorithms.reference_policy import reference_engine
 from verl_async.asynchrony.assembly import Actors, Watchers, assemble_supervised, assemble_training
 from verl_async.asynchrony.inputs import (
     ModelTexts,
@@ -103,7 +104,7 @@ async def _actors(
         ActorNeeds("rollout.num_workers", num_rollouts, "rollout.device", job.rollout.device, job.rollout.num_threads),
         ray.cluster_resources(),
     )
-    trainer = RayTrainer(job.engine, job.model.path, job.trainer, for_rank.options())
+    trainer = RayTrainer(job.engine, job.model.path, job.trainer, for_rank.options(), reference_engine(job))
     if for_worker.share < 1:
         await trainer.place()
     rollouts = [

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from verl_engine.batch.sequence import Sequence
     from verl_engine.contract.engine_config import EngineConfig
     from verl_engine.engine.base import LossFn
-    from verl_engine.engine.train_step import StepReport
+    from verl_engine.engine.train_step import Normalizer, StepReport
     from verl_engine.engine.weights.bucket import WeightBucket
 
 
@@ -44,12 +44,28 @@ _LOOPBACK_INTERFACE: Final = "lo"
 class TrainerActor:
     """One rank; blocking methods, called one after the other."""
 
-    def __init__(self, config: EngineConfig, model_folder: Path, rank: int, num_ranks: int) -> None:
-        """Remember what to do: an error raised here would reach the driver as the text of a dead actor only."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_folder: Path,
+        rank: int,
+        num_ranks: int,
+        reference: EngineConfig | None = None,
+    ) -> None:
+        """Remember what to do: an error raised here would reach the driver as the text of a dead actor only.
+
+        Args:
+            config: of the engine that is trained.
+            model_folder: of both engines.
+            rank: of the trainer.
+            num_ranks: of the trainer.
+            reference: of an engine for the reference policy; None where there is none, or an adapter tells them apart.
+        """
         self._config = config
         self._model_folder = model_folder
         self._rank = rank
         self._num_ranks = num_ranks
+        self._reference_config = reference
 
     def node_id(self) -> str:
         """Return the id of the node this rank was placed on."""
@@ -97,17 +113,32 @@ class TrainerActor:
         self._worker.prepare(init_method, timeout_s)
         with notes_of_packages("verl_engine", type(self._config).__module__.partition(".")[0]) as notes:
             self._worker.create("actor")
+        self._reference: EngineWorker | None = None
+        if self._reference_config is not None:
+            self._reference = EngineWorker(self._reference_config, self._model_folder, self._rank, self._num_ranks)
+            self._reference.prepare(init_method, timeout_s)
+            self._reference.create("reference")
         return notes
 
-    def train_batch(self, micro_batches: list[list[Sequence]], loss_fn: LossFn, temperature: float) -> StepReport:
+    def train_batch(
+        self, micro_batches: list[list[Sequence]], loss_fn: LossFn, temperature: float, normalizer: Normalizer
+    ) -> StepReport:
         """See `EngineWorker.train_batch`."""
-        return self._worker.train_batch(micro_batches, loss_fn, temperature)
+        return self._worker.train_batch(micro_batches, loss_fn, temperature, normalizer=normalizer)
 
     def infer_batch(
         self, micro_batches: list[list[Sequence]], temperature: float, tag: str | None
     ) -> list[list[npt.NDArray[np.float32]]]:
         """See `EngineWorker.infer_batch`."""
         return self._worker.infer_batch(micro_batches, temperature, tag=tag)
+
+    def infer_reference(
+        self, micro_batches: list[list[Sequence]], temperature: float
+    ) -> list[list[npt.NDArray[np.float32]]]:
+        """Compute log-probs of the model that training began with; see `EngineWorker.infer_batch`."""
+        if self._reference is not None:
+            return self._reference.infer_batch(micro_batches, temperature)
+        return self._worker.infer_batch(micro_batches, temperature, disable_adapter=True)
 
     def keep_weights(self, tag: str) -> None:
         """See `EngineWorker.save_model_to_cpu`."""
@@ -135,6 +166,8 @@ class TrainerActor:
 
     def close(self) -> None:
         """Leave the process group."""
+        if self._reference is not None:
+            self._reference.close()
         self._worker.close()
 
 
@@ -147,6 +180,7 @@ class RayTrainer:
         model_folder: Path,
         config: TrainerConfig | SftTrainerConfig,
         options: dict[str, Any],
+        reference: EngineConfig | None = None,
     ) -> None:
         """Start the actors; `start` waits for them."""
         self._shares = Shares(engine.data_parallel_ranks(config.num_ranks))
@@ -162,7 +196,7 @@ class RayTrainer:
         """What the first rank's backend logged when it built the engine."""
         actor = ray.remote(TrainerActor)
         self.actors: list[Any] = [
-            actor.options(**options).remote(engine, model_folder, rank, config.num_ranks)
+            actor.options(**options).remote(engine, model_folder, rank, config.num_ranks, reference)
             for rank in range(config.num_ranks)
         ]
 
@@ -208,9 +242,11 @@ class RayTrainer:
             self._is_linked = False
             await answer(self.actors[0].unlink_slots.remote(), self._names[0])
 
-    async def train_batch(self, batches: ShareBatches, loss_fn: LossFn, temperature: float) -> StepReport:
+    async def train_batch(
+        self, batches: ShareBatches, loss_fn: LossFn, temperature: float, normalizer: Normalizer = "tokens"
+    ) -> StepReport:
         """Make one optimizer step; every rank reports the same."""
-        reports = await self._each("train_batch", batches, loss_fn, temperature)
+        reports = await self._each("train_batch", batches, loss_fn, temperature, normalizer)
         report: StepReport = reports[0]
         return report
 
@@ -219,6 +255,12 @@ class RayTrainer:
     ) -> list[list[list[npt.NDArray[np.float32]]]]:
         """Compute log-probs; ranks that compute one share find the same."""
         return self._shares.from_ranks(await self._each("infer_batch", batches, temperature, tag))
+
+    async def infer_reference(
+        self, batches: ShareBatches, temperature: float
+    ) -> list[list[list[npt.NDArray[np.float32]]]]:
+        """Compute log-probs of the reference policy."""
+        return self._shares.from_ranks(await self._each("infer_reference", batches, temperature))
 
     async def keep_weights(self, tag: str) -> None:
         """Keep every rank's part of the weights aside."""

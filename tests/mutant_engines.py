@@ -292,9 +292,8 @@ class ValueOfTheTokenItself(Fsdp2Engine):
         engine = super().made(config, model_folder)
         numbers = engine.model_forward.head.numbers
 
-        def late(model: Any, run: Any, targets: torch.Tensor, temperature: Temperature) -> torch.Tensor:
-            later = dataclasses.replace(run, columns=run.columns + 1)
-            values: torch.Tensor = numbers(model, later, targets, temperature)
+        def late(model: Any, run: Any, *arguments: Any) -> torch.Tensor:
+            values: torch.Tensor = numbers(model, dataclasses.replace(run, columns=run.columns + 1), *arguments)
             return values
 
         engine.model_forward.head.numbers = late

@@ -151,8 +151,24 @@ class AdapterLeftOff(Fsdp2Engine):
 class AdapterFolderUnscaled(Fsdp2Engine):
     """Writes an adapter whose B is doubled, as if it had another alpha."""
 
-    def full_trained(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, tensor * (2.0 if ".lora_B." in name else 1.0)) for name, tensor in super().full_trained())
+    def save_adapter(self, folder: Path) -> None:
+        def doubled(names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+            found = Fsdp2Engine.full_weights(self, names)
+            return ((name, tensor * (2.0 if ".lora_B." in name else 1.0)) for name, tensor in found)
+
+        with mock.patch.object(self, "full_weights", doubled):
+            super().save_adapter(folder)
+
+
+class AdapterUnderItsOwnNames(Fsdp2Engine):
+    """Names the adapter's weights as the adapted model does, which no file of peft's does."""
+
+    def exported_adapter(self) -> dict[str, Exported]:
+        return {name.removeprefix("base_model.model."): entry for name, entry in super().exported_adapter().items()}
+
+    def save_adapter(self, folder: Path) -> None:
+        with mock.patch.object(type(self), "exported_adapter", Fsdp2Engine.exported_adapter):
+            super().save_adapter(folder)
 
 
 class FrozenInSnapshot(Fsdp2Engine):

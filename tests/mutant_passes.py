@@ -150,6 +150,25 @@ class EntropyAtTemperatureOne(Fsdp2Engine):
         return dataclasses.replace(output, given_entropy=super().forward(batch, 1.0).entropy)
 
 
+class TopKAtTemperatureOne(Fsdp2Engine):
+    """Divides the logits for the tokens themselves only."""
+
+    def forward(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
+        output = super().forward(batch, temperature)
+        if output.given_top_k_log_probs is None:
+            return output
+        return dataclasses.replace(output, given_top_k_log_probs=super().forward(batch, 1.0).top_k_log_probs)
+
+
+class TopKOfAShard(Fsdp2Engine):
+    """Counts the most likely ids from where a rank's half of the vocabulary begins."""
+
+    def forward(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
+        output = super().forward(batch, temperature)
+        ids = output.given_top_k_ids
+        return output if ids is None else dataclasses.replace(output, given_top_k_ids=ids % 16)
+
+
 class EntropyWithoutGradient(Fsdp2Engine):
     """Computes the entropy, but its gradient stops there."""
 

@@ -62,6 +62,8 @@ CASES: Final = {
     "entropy_without_gradient": Case(
         "log_probs/entropy_gradient", "with entropy=gradient the gradient", "log_probs/entropy_value"
     ),
+    "top_k_at_temperature_one": Case("top_k/given_ids", "log-probs of given ids is off by", "log_probs/temperature"),
+    "top_k_of_a_shard": Case("top_k/most_likely", "log-probs of the most likely ids are off", "top_k/given_ids"),
     "value_of_the_token_itself": Case("values/state_before_token", "values are off by", "values/new_head"),
     "head_dropout": Case("values/gradient", "the gradient of a loss on values is off", "values/state_before_token"),
     "critic_from_scratch": Case("values/new_head", "not the language model's", "values/saved_folder"),
@@ -103,6 +105,7 @@ CASES: Final = {
     "adapter_unscaled": Case("lora/merged", "nats", "lora/train"),
     "adapter_left_off": Case("lora/disabled", "the adapter is not back", "lora/merged"),
     "adapter_folder_unscaled": Case("lora/adapter_folder", "differ from the exported", "lora/disabled"),
+    "adapter_under_its_own_names": Case("lora/adapter_weights", "names that only one of them", "lora/adapter_folder"),
     "frozen_in_snapshot": Case("lora/snapshot", "one of the whole model", "lora/merged"),
     "any_layers": Case("lora/unknown_layers", "got ''", "lora/train"),
     "undeclared_gap": Case("weights/import", "lacks load_full_weights", "loading/spec"),

@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs" / "how-to" / "training-loop.md").read_text(encoding="utf-8
 
 
 def test_the_loop_of_the_page_runs(task: Task, tmp_path: Path) -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    block, _ = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     store = (tmp_path / "store").as_uri()  # other tests may hold the port of the page
     program = block.replace("tcp://127.0.0.1:29500", store).replace("data/addition/model", str(task.model))
     (tmp_path / "loop.py").write_text(program, encoding="utf-8")

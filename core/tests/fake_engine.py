@@ -31,6 +31,7 @@ GAPS = dict.fromkeys(
         "offload",
         "own_positions",
         "router_replay",
+        "top_k_log_probs",
         "value_head",
         "weight_import",
         "weight_shards",

@@ -47,6 +47,7 @@ class TestFsdp2SplitsSequences(EngineConformance):
         "log_probs/own_positions",
         "router_replay/given",
         "router_replay/said",
+        "top_k",
     )
 
 
@@ -101,10 +102,12 @@ class TestFsdp1(EngineConformance):
         "deadlock",
         "gradient_sync",
         "loading",
+        "lora/adapter",
         "offload",
         "optimizer",
         "recovery",
         "router_replay/given",
+        "top_k",
         "weights",
     )
 

@@ -138,10 +138,10 @@ def test_a_model_that_begins_to_change_its_logits_is_an_error(monkeypatch: pytes
     head = LanguageHead(model, Fsdp2Config(learning_rate=1e-3))
     ids = torch.tensor([[1, 2, 3]])
     run = ModelRun({"input_ids": ids}, torch.zeros(2, dtype=torch.int64), torch.tensor([0, 1]), torch.tensor([1, 2]))
-    assert head.numbers(model, run, ids[0, 1:], 1.0).shape == (2, 1)
+    assert head.numbers(model, run, ids[0, 1:, None], 1.0, 0).shape == (2, 1)
     monkeypatch.setattr(Changing, "change", staticmethod(lambda logits: logits * 2))
     with pytest.raises(ModelError, match="Changing treats the output of its last layer otherwise"):
-        head.numbers(model, run, ids[0, 1:], 1.0)
+        head.numbers(model, run, ids[0, 1:, None], 1.0, 0)
 
 
 def numbers(_rank: int, folder: Path, settings: dict[str, Any], temperature: float) -> list[list[torch.Tensor]]:

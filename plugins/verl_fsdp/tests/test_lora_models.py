@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import peft
@@ -178,3 +180,19 @@ def test_a_folder_that_brings_an_adapter_of_its_own_is_refused(tmp_path: Path) -
     peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(str(folder))
     with pytest.raises(ModelError, match=r"holds an adapter beside the model .adapter_config.json"):
         load_model(Fsdp2Config(device="cpu"), folder, attention="eager")
+
+
+WITHOUT = """
+import sys
+import verl_fsdp.hooks, verl_fsdp.fsdp2.build
+print("peft" in sys.modules)
+sys.modules["peft"] = None
+from verl_fsdp.model.lora import import_peft
+import_peft()
+"""
+
+
+def test_peft_is_imported_by_whoever_asks_for_adapters_only() -> None:
+    run = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=False)
+    assert run.stdout == "False\n"
+    assert run.stderr.rstrip().endswith("install it with: pip install peft")

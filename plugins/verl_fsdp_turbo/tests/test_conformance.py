@@ -28,6 +28,7 @@ class TestFsdpTurbo(EngineConformance):
         "recovery",
         "router_replay",
         "snapshots/exact",
+        "top_k",
         "weights",
     )
 

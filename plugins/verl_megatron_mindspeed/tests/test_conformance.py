@@ -31,6 +31,7 @@ class TestPipeline(EngineConformance):
         "gradient_sync/hook_calls",
         "optimizer/not_finite",
         "recovery",
+        "top_k",
         "values/gradient",
     )
 
@@ -41,7 +42,13 @@ class TestSplitVocabulary(EngineConformance):
 
     backend = "megatron"
     settings: ClassVar[Mapping[str, Any]] = {"tensor_parallel_size": 2}
-    only = ("accumulation/token_temperatures", "config/ranks", "optimizer/decay_vectors", "weights/shard_replicas")
+    only = (
+        "accumulation/token_temperatures",
+        "config/ranks",
+        "optimizer/decay_vectors",
+        "top_k",
+        "weights/shard_replicas",
+    )
 
 
 @pytest.mark.nightly
@@ -50,7 +57,7 @@ class TestSplitSequences(EngineConformance):
 
     backend = "megatron"
     settings: ClassVar[Mapping[str, Any]] = {"context_parallel_size": 2}
-    only = ("accumulation/token_temperatures", "config/ranks")
+    only = ("accumulation/token_temperatures", "config/ranks", "top_k")
 
 
 REPLAY = ("router_replay/given", "router_replay/said")

@@ -46,7 +46,7 @@ def check_split_by_context(rank: int, folder: Path) -> None:
         assert ids == [11, 12, 22, 23, 24, 25]
         assert positions == [1, 2, 2, 3, 4, 5]
         assert layout.rows.tolist() == [0, 2, 5]  # tokens 11, 22 and 25, before 12, 23 and 26
-        assert layout.targets.tolist() == [12, 23, 26]
+        assert layout.targets.tolist() == [[12], [23], [26]]
         assert layout.loss_positions.tolist() == [2, 6, 9]
 
 

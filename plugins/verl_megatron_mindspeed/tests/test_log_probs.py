@@ -115,3 +115,34 @@ def check_split(rank: int, cut: int, temperature: Temperature) -> None:
     (gradient,) = torch.autograd.grad((factors[0] * found[0] + factors[1] * found[1]).sum(), part)
     (right,) = torch.autograd.grad((factors[0] * expected[0] + factors[1] * expected[1]).sum(), logits)
     torch.testing.assert_close(gradient, right[:, own])
+
+
+@pytest.mark.parametrize("temperature", [0.5, EACH], ids=["half", "each"])
+@pytest.mark.parametrize("cut", [2, 6, VOCAB])
+@pytest.mark.parametrize("top_k", [0, 4, VOCAB])
+def test_ids_are_those_of_the_whole_vocabulary(ranks: RankPool, top_k: int, cut: int, temperature: Temperature) -> None:
+    ranks.run(check_chosen, top_k, cut, temperature)
+
+
+def check_chosen(rank: int, top_k: int, cut: int, temperature: Temperature) -> None:
+    """Compare log-probs of given ids, or of the highest; logits are full of ties across the cut."""
+    logits, targets, _ = example()
+    logits = logits.round()
+    random = torch.Generator().manual_seed(1)
+    ids = torch.cat([targets[:, None], torch.randint(0, VOCAB, (NUM_ROWS, top_k or 3), generator=random)], dim=1)
+    right_ids = ids.clone()
+    if top_k:
+        right_ids[:, 1:] = logits.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
+    own = slice(0, cut) if rank == 0 else slice(cut, VOCAB)
+    part = logits[:, own].clone().requires_grad_()
+    found, _ = split_log_probs(
+        part.clone(), ids, temperature, "off", first=own.start, group=dist.group.WORLD, top_k=top_k
+    )
+    assert torch.equal(ids, right_ids)
+    logits.requires_grad_()
+    expected = (logits.double() / column(temperature)).log_softmax(-1).gather(1, right_ids)
+    torch.testing.assert_close(found, expected.float())
+    factors = torch.randn(found.shape, generator=random)
+    (gradient,) = torch.autograd.grad((factors * found).sum(), part)
+    (right,) = torch.autograd.grad((factors * expected).sum(), logits)
+    torch.testing.assert_close(gradient, right[:, own])

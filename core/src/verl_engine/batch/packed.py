@@ -54,20 +54,27 @@ class PackedBatch:
     """[number of loss tokens] int64; where ``loss_mask`` is True, found on the host so that no device has to wait."""
     has_own_positions: bool = False
     """Whether ``position_ids`` came with the sequences."""
+    top_k: int = 0
+    """How many of each distribution's most likely ids a forward is to find, with their log-probs. At 0 it gives the
+    log-probs of those that the field ``top_k_ids`` names, if there is one."""
 
     @classmethod
-    def from_sequences(cls, sequences: list[Sequence], device: torch.device | str = "cpu") -> PackedBatch:
+    def from_sequences(
+        cls, sequences: list[Sequence], device: torch.device | str = "cpu", top_k: int = 0
+    ) -> PackedBatch:
         """Pack sequences, sorted by length so that those of equal length are neighbours.
 
         An empty list gives one token outside the loss: such a micro-batch adds nothing to the gradient, but still takes
         part in every collective.
 
         Raises:
-            BatchError: the sequences do not all have the same fields, of the same shapes and dtypes, and positions of
-                equally many axes.
+            BatchError: `top_k` is below 0, or the sequences do not all have the same fields, of the same shapes and
+                dtypes, and positions of equally many axes.
         """
+        if top_k < 0:
+            raise BatchError(f"top_k={top_k} ids of each distribution; use 0 or more")
         if not sequences:
-            return cls.from_sequences([Sequence(np.zeros(1, np.int64), np.zeros(1, np.bool_))], device)
+            return cls.from_sequences([Sequence(np.zeros(1, np.int64), np.zeros(1, np.bool_))], device, top_k)
         kinds = [_kind(sequence) for sequence in sequences]
         for index, kind in enumerate(kinds):
             if kind != kinds[0]:
@@ -91,6 +98,7 @@ class PackedBatch:
             order=order,
             loss_positions=torch.from_numpy(np.flatnonzero(loss_mask)).to(device),
             has_own_positions=own_positions,
+            top_k=top_k,
         )
 
     @property

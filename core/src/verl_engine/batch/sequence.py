@@ -29,16 +29,17 @@ class Sequence:
     ``temperature`` has a meaning of its own: [L], of the distribution that token t was drawn from, in place of the one
     that a step or an inference is given. So has ``routed_experts``, for engines with ``router_replay``: [L, layers with
     experts, experts per token] whole numbers, the experts that token t goes through; -1 throughout for a token and
-    layer where the router is to choose."""
+    layer where the router is to choose. And ``top_k_ids``: [L, k] whole numbers, ids whose log-probs in the place of
+    token t are wanted too."""
     positions: npt.NDArray[np.int64] | None = None
     """[L], or [axes, L] for a model whose positions have several; by default 0, 1, 2 and so on."""
 
     def __post_init__(self) -> None:
-        """Check lengths, temperatures, and the first token's mask.
+        """Check lengths, temperatures, top-k ids, and the first token's mask.
 
         Raises:
-            BatchError: an array has another length than the tokens, the temperature of a loss token is not above 0, or
-                the first token is in the loss.
+            BatchError: an array has another length than the tokens, the temperature of a loss token is not above 0,
+                ``top_k_ids`` are no ids, or the first token is in the loss.
         """
         length = len(self.token_ids)
         if length == 0:
@@ -54,6 +55,9 @@ class Sequence:
                 raise BatchError(f"{name} has shape {array.shape}, but the sequence has {length} tokens")
         if "temperature" in self.fields and not (self.fields["temperature"][self.loss_mask] > 0).all():
             raise BatchError("temperature is not above 0 for every token in the loss")
+        ids = self.fields.get("top_k_ids")
+        if ids is not None and (ids.ndim != 2 or ids.dtype.kind not in "iu" or ids.min(initial=0) < 0):  # noqa: PLR2004
+            raise BatchError(f"top_k_ids must be [L, k] integers, 0 or more; they are {ids.dtype}{list(ids.shape)}")
         if self.loss_mask[0]:
             raise BatchError("loss_mask[0] is True, but nothing comes before the first token to predict it from")
 

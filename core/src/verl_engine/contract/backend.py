@@ -31,6 +31,7 @@ FEATURES: Final[Mapping[str, str]] = MappingProxyType(
         "value_head": "ends in one number for each token instead of the vocabulary",
         "entropy": "computes the entropy of each token's distribution, with and without gradient",
         "router_replay": "runs tokens through the experts that they bring, and says through which they went",
+        "top_k_log_probs": "gives log-probs of k other token ids in each place, of given or of the most likely ones",
         "lora": "trains low-rank adapters in place of the whole model",
         "checkpoints": "saves and resumes all its state",
         "resharding": "resumes on another number of ranks",

@@ -181,6 +181,21 @@ class Engine(ABC):
         """
         raise self._unsupported("lora")
 
+    def adapter_specs(self) -> list[WeightSpec]:
+        """List the adapter's own weights under peft's names, which `full_weights` yields too, unmerged.
+
+        Feature ``lora``. For who holds the model that training started from: names and values are those of
+        `save_adapter`'s file. What else is trained, such as a value head, is among them. No collectives.
+        """
+        raise self._unsupported("lora")
+
+    def adapter_config(self) -> dict[str, Any]:
+        """Return what `save_adapter` writes into ``adapter_config.json``, for who loads `adapter_specs`' weights.
+
+        Feature ``lora``. No collectives.
+        """
+        raise self._unsupported("lora")
+
     def move(self, *, to_cpu: bool, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> None:
         """Move parts to the CPU, freeing the device, or back to it. Feature ``offload``.
 

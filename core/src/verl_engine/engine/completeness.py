@@ -16,7 +16,7 @@ METHODS_OF_FEATURES: Final = {
     "offload": ("move",),
     "weight_import": ("load_full_weights",),
     "weight_shards": ("weight_shards", "load_weight_shards"),
-    "lora": ("disable_adapter", "save_adapter"),
+    "lora": ("disable_adapter", "save_adapter", "adapter_specs", "adapter_config"),
     "checkpoints": ("state_dict", "load_state_dict"),
 }
 """Methods that an engine has unless its backend declares the gap."""

@@ -7,22 +7,23 @@ the vocabulary at a time. So each part of the weight's gradient is one product o
 is summed up over the parts is the small gradient of the hidden states, in float32. Where all tokens fit one chunk and
 no entropy is asked for, what the forward made of the logits is kept, and nothing is computed again.
 
-With z = (hidden @ weight.T + bias) / temperature, p = softmax(z), H its entropy, and y the target:
+With z = (hidden @ weight.T + bias) / temperature, p = softmax(z), H its entropy, and y a target:
 
     log p_y = z_y - log sum exp z       d log p_y / d z_v = [v = y] - p_v
     H = log sum exp z - sum p z         d H / d z_v       = -p_v * (log p_v + H)
 
-Shape legend: M tokens, C of them in a chunk, V vocabulary, v of it in a part, H hidden dim.
+Shape legend: M tokens, C of them in a chunk, V vocabulary, v of it in a part, H hidden dim, N targets of each token.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import torch
 
 from verl_engine.contract.choices import require_choice
-from verl_engine.engine.temperature import divide_, rows_of
+from verl_engine.engine.temperature import column, divide_, rows_of
+from verl_engine.engine.top_k import fill_top_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,6 +45,7 @@ def linear_log_probs(
     *,
     chunk: int = 256,
     entropy: Entropy = "off",
+    top_k: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute each target's log-prob under softmax((hidden @ weight.T + bias) / temperature).
 
@@ -53,21 +55,32 @@ def linear_log_probs(
     Args:
         hidden: [M, H], any float dtype; M may be 0.
         weight: [V, H], of the same dtype.
-        targets: [M] int64.
-        temperature: above 0; a number, or [M] float32, one for each target.
+        targets: [M] int64, or [M, N].
+        temperature: above 0; a number, or [M] float32, one for each token.
         bias: [V], of the same dtype.
         chunk: tokens whose logits exist at a time.
         entropy: ``off``, ``value`` (no gradient) or ``gradient``.
+        top_k: so many of the last targets are found here, and written into `targets`; see `fill_top_ids`.
     Returns:
-        Log-probs [M] and entropy [M] (None where it is off), in nats; float32, or float64 where the input is.
+        Log-probs in the shape of the targets, and entropy [M] (None where it is off), in nats; float32, or float64
+        where the input is.
     Raises:
         ConfigError: `entropy` is none of these.
     Collectives: none. Gradient: through hidden, weight and bias, whichever need one, each in its own dtype.
     """
     require_choice("entropy", entropy, Entropy)
-    arguments = (hidden, weight, targets, temperature, bias, chunk, entropy)
-    logp_M, entropy_M = _LinearLogProbs.apply(*arguments)  # type: ignore[no-untyped-call]
-    return logp_M, (None if entropy == "off" else entropy_M)
+    targets_MN = targets if targets.ndim > 1 else targets[:, None]
+    options = _Options(chunk, entropy, top_k)
+    logp_MN, entropy_M = _LinearLogProbs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, targets_MN, temperature, bias, options
+    )
+    return logp_MN.view_as(targets), (None if entropy == "off" else entropy_M)
+
+
+class _Options(NamedTuple):
+    chunk: int
+    entropy: Entropy
+    top_k: int
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -81,17 +94,20 @@ class _LinearLogProbs(torch.autograd.Function):
         targets: torch.Tensor,
         temperature: Temperature,
         bias: torch.Tensor | None,
-        chunk: int,
-        entropy: Entropy,
+        options: _Options,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        chunk, entropy, top_k = options
         num_tokens = hidden.shape[0]
         logits = _Logits(min(chunk, num_tokens) * weight.shape[0], hidden, needs_spare=entropy != "off")
-        highest_M, log_sum_M, logp_M, entropy_M = (hidden.new_empty(num_tokens, dtype=logits.dtype) for _ in range(4))
+        highest_M, log_sum_M, entropy_M = (hidden.new_empty(num_tokens, dtype=logits.dtype) for _ in range(3))
+        logp_MN = hidden.new_empty(targets.shape, dtype=logits.dtype)
         kept_MV = None  # exp(z less its highest), where that is the one chunk there is
         for start in range(0, num_tokens, chunk):
             own = slice(start, start + chunk)
-            z_CV = divide_(logits.of(hidden[own], weight, bias), rows_of(temperature, own))
-            target_C = z_CV.gather(1, targets[own, None])[:, 0]
+            z_CV = logits.of(hidden[own], weight, bias)
+            fill_top_ids(targets[own], z_CV, top_k)
+            divide_(z_CV, rows_of(temperature, own))
+            target_CN = z_CV.gather(1, targets[own])
             highest_C = z_CV.amax(1)
             mean_C = None
             if entropy == "off":
@@ -105,21 +121,22 @@ class _LinearLogProbs(torch.autograd.Function):
             log_sum_C = sum_C.log()
             highest_M[own], log_sum_M[own] = highest_C, log_sum_C
             # In this order: where logits are large, the sum of the last two would round the small one away.
-            logp_M[own] = target_C - highest_C - log_sum_C
+            logp_MN[own] = target_CN - highest_C[:, None] - log_sum_C[:, None]
             if mean_C is not None:
                 entropy_M[own] = log_sum_C - mean_C
         ctx.save_for_backward(hidden, weight, targets, bias, highest_M, log_sum_M, entropy_M, kept_MV)
         ctx.temperature, ctx.chunk, ctx.entropy = temperature, chunk, entropy
         if entropy != "gradient":
             ctx.mark_non_differentiable(entropy_M)
-        return logp_M, entropy_M
+        return logp_MN, entropy_M
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, targets, bias, highest_M, log_sum_M, entropy_M, kept_MV = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = (ctx.needs_input_grad[index] for index in (0, 1, 4))
         # z is divided by the temperature, so what comes back to the logits is too.
-        d_logp_M, d_entropy_M = (gradient / ctx.temperature for gradient in gradients)
+        d_logp_MN, d_entropy_M = gradients[0] / column(ctx.temperature), gradients[1] / ctx.temperature
+        d_logp_M = d_logp_MN.sum(1)
         num_tokens = hidden.shape[0]
         width = _part_width(weight.shape[0], num_tokens, ctx.chunk)
         has_entropy = ctx.entropy == "gradient"
@@ -143,9 +160,9 @@ class _LinearLogProbs(torch.autograd.Function):
                 else:
                     d_Mv = logp_Mv.exp_().mul_(-d_logp_M[:, None])
             # Targets outside the part add 0 somewhere, since to find out which they are a device would have to wait.
-            is_here_M = (targets >= part.start) & (targets < part.stop)
-            places_M = (targets - part.start).clamp(0, d_Mv.shape[1] - 1)
-            d_Mv.scatter_add_(1, places_M[:, None], torch.where(is_here_M, d_logp_M, 0.0)[:, None])
+            is_here_MN = (targets >= part.start) & (targets < part.stop)
+            places_MN = (targets - part.start).clamp(0, d_Mv.shape[1] - 1)
+            d_Mv.scatter_add_(1, places_MN, torch.where(is_here_MN, d_logp_MN, 0.0))
             if d_bias is not None:
                 d_bias[part] = d_Mv.sum(0)
             narrow_Mv = logits.narrowed(d_Mv)
@@ -155,7 +172,8 @@ class _LinearLogProbs(torch.autograd.Function):
                 d_hidden.addmm_(d_Mv, weight[part])
             elif d_hidden is not None:
                 d_hidden += narrow_Mv @ weight[part]
-        return (None if d_hidden is None else d_hidden.to(hidden.dtype)), d_weight, None, None, d_bias, None, None
+        d_hidden = None if d_hidden is None else d_hidden.to(hidden.dtype)
+        return d_hidden, d_weight, None, None, d_bias, None
 
 
 class _Logits:

@@ -2,7 +2,7 @@
 
 `verl_engine.engine.linear_log_probs` computes the same without ever holding them.
 
-Shape legend: T tokens of a micro-batch, M loss tokens, V vocabulary.
+Shape legend: T tokens of a micro-batch, M loss tokens, V vocabulary, N targets of each.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 from verl_engine.contract.choices import require_choice
 from verl_engine.engine.linear_log_probs import Entropy
 from verl_engine.engine.temperature import column, rows_of
-from verl_engine.engine.token_output import TokenOutput
+from verl_engine.engine.token_output import TokenOutput, columns_of, numbers_of
+from verl_engine.engine.top_k import fill_top_ids, scored_ids
 
 if TYPE_CHECKING:
     from verl_engine.batch.packed import PackedBatch
@@ -33,43 +34,42 @@ def output_from_logits(
         temperature: above 0; a number, or [T].
         entropy: the config's field of this name: ``off``, ``value`` (no gradient) or ``gradient``.
     Returns:
-        Log-probs, and entropy if it is asked for.
+        Log-probs, and entropy and those of top-k ids if they are asked for.
     Raises:
         ConfigError: `entropy` is none of these.
     Collectives: none. Gradient: through the logits.
     """
     positions_M = batch.loss_positions
-    logp_M, entropy_M = numbers_from_logits(
-        logits_MV, batch.input_ids[positions_M], rows_of(temperature, positions_M), entropy
-    )
-    zeros_T = logp_M.new_zeros(batch.num_tokens)
-    return TokenOutput(
-        given_log_probs=zeros_T.index_put((positions_M,), logp_M),
-        given_entropy=None if entropy_M is None else zeros_T.index_put((positions_M,), entropy_M),
-    )
+    ids_MN = scored_ids(batch, positions_M)
+    found = numbers_from_logits(logits_MV, ids_MN, rows_of(temperature, positions_M), entropy, batch.top_k)
+    numbers_MF = numbers_of(*found, ids_MN, batch.top_k)
+    zeros_TF = numbers_MF.new_zeros(batch.num_tokens, numbers_MF.shape[1])
+    return TokenOutput.of(zeros_TF.index_put((positions_M,), numbers_MF), columns_of(batch, entropy))
 
 
 def numbers_from_logits(
-    logits_MV: torch.Tensor, targets_M: torch.Tensor, temperature: Temperature, entropy: Entropy = "off"
+    logits_MV: torch.Tensor, targets: torch.Tensor, temperature: Temperature, entropy: Entropy = "off", top_k: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute log-prob and entropy of each row under softmax(logits / temperature).
+    """Compute log-probs and entropy of each row under softmax(logits / temperature).
 
     Args:
         logits_MV: [M, V], any float dtype.
-        targets_M: [M] int64: whose log-probs.
+        targets: [M] int64, or [M, N]: whose log-probs.
         temperature: above 0; a number, or [M].
         entropy: ``off``, ``value`` (no gradient) or ``gradient``.
+        top_k: so many of the last targets are found here, and written into `targets`; see `fill_top_ids`.
     Returns:
-        Log-probs [M] and entropy [M] (None where it is off), float32, nats.
+        Log-probs in the shape of the targets and entropy [M] (None where it is off), float32, nats.
     Raises:
         ConfigError: `entropy` is none of these.
     Collectives: none. Gradient: through the logits.
     """
     require_choice("entropy", entropy, Entropy)
+    fill_top_ids(targets, logits_MV, top_k)
     logp_MV = (logits_MV.float() / column(temperature)).log_softmax(-1)
-    logp_M = logp_MV.gather(-1, targets_M[:, None])[:, 0]
+    logp = logp_MV.gather(-1, targets if targets.ndim > 1 else targets[:, None]).view_as(targets)
     if entropy == "off":
-        return logp_M, None
+        return logp, None
     with torch.set_grad_enabled(torch.is_grad_enabled() and entropy == "gradient"):
         entropy_M = -(logp_MV.exp() * logp_MV).sum(-1)
-    return logp_M, entropy_M
+    return logp, entropy_M

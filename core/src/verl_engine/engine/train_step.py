@@ -113,13 +113,15 @@ def train_step(
 
 
 def require_used(host: BackendHost, config: EngineConfig, micro_batches: Sequence[PackedBatch]) -> None:
-    """Refuse own positions, and experts, where the engine would not use them.
+    """Refuse own positions, experts, and ids of which log-probs are wanted, where the engine would not use them.
 
     Raises:
         UnsupportedError: the backend declares the gap, or the config does not ask for it.
     """
     if any(batch.has_own_positions for batch in micro_batches):
         host.require("own_positions")
+    if any(batch.top_k or "top_k_ids" in batch.fields for batch in micro_batches):
+        host.require("top_k_log_probs")
     if not config.router_replay and any(FIELD in batch.fields for batch in micro_batches):
         host.require("router_replay")
         raise UnsupportedError(

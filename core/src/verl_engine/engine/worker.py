@@ -183,20 +183,25 @@ class EngineWorker:
         *,
         disable_adapter: bool = False,
         tag: int | str | None = None,
+        top_k: int = 0,
     ) -> list[list[dict[str, npt.NDArray[Any]]]]:
         """Compute what `TokenOutput` holds, in eval mode and without gradient; see `infer_batch`.
 
         Args:
             micro_batches: this rank's.
-            names: properties of `TokenOutput`: any of ``log_probs``, ``entropy``, ``values``, ``routed_experts``.
+            names: properties of `TokenOutput`: any of ``log_probs``, ``entropy``, ``values``, ``routed_experts``,
+                ``top_k_log_probs``, ``top_k_ids``.
             temperature: divides the logits.
             disable_adapter: run the model without its LoRA adapter.
             tag: of the snapshot to compute under.
+            top_k: how many of the most likely ids to find, as a teacher does; 0 for log-probs of those that sequences
+                have in ``top_k_ids``.
         Returns:
             For each micro-batch and sequence, in the order given, the arrays by name, [L] or [L, ...].
         Raises:
-            UnsupportedError: the config does not ask for one of them.
+            UnsupportedError: the config does not ask for one of them, or the backend declares the gap.
             ConfigError: a name is another one.
+            BatchError: the vocabulary does not have `top_k` ids.
         """
         for name in names:
             require_choice("name", name, OutputName)
@@ -209,7 +214,7 @@ class EngineWorker:
             engine.disable_adapter() if disable_adapter else nullcontext(),
         ):
             for sequences in micro_batches:
-                batch = PackedBatch.from_sequences(sequences, engine.device.torch_device)
+                batch = PackedBatch.from_sequences(sequences, engine.device.torch_device, top_k)
                 require_used(self._host, self._config, [batch])
                 output = engine.forward(batch, temperature_of(batch, temperature))
                 parts = {name: batch.unpack(getattr(output, name).cpu()) for name in names}
@@ -266,19 +271,27 @@ class EngineWorker:
         self._checkpoints.keep_last = keep_last
         return self._checkpoints
 
-    def plan_weight_buckets(self, bucket_bytes: int, dtype: str | None = None) -> list[WeightBucket]:
-        """Plan the export of all weights; the same on every rank. See `plan_buckets`.
+    def plan_weight_buckets(
+        self, bucket_bytes: int, dtype: str | None = None, *, adapter_only: bool = False
+    ) -> list[WeightBucket]:
+        """Plan the export of all weights, or of the adapter's alone; the same on every rank. See `plan_buckets`.
 
         What transformers holds in float32 in a model of that dtype stays float32: see `Engine.held_dtypes`.
 
+        Args:
+            bucket_bytes: size of a bucket.
+            dtype: that weights are cast to, such as ``bfloat16``; by default they keep their own.
+            adapter_only: unmerged, under peft's names: see `Engine.adapter_specs`, and `Engine.adapter_config`.
         Raises:
             ConfigError: the dtype is none of floating-point numbers.
+            UnsupportedError: `adapter_only`, and there is no adapter.
         """
         kind = getattr(torch, dtype, None) if dtype else None
         if dtype and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
             raise ConfigError(f"dtype={dtype} is no dtype that weights can be cast to; use one such as bfloat16")
         held = self.engine.held_dtypes(kind) if kind else {}
-        return plan_buckets(self.engine.weight_specs(), bucket_bytes, kind, held)
+        specs = self.engine.adapter_specs() if adapter_only else self.engine.weight_specs()
+        return plan_buckets(specs, bucket_bytes, kind, held)
 
     def write_weight_bucket(self, bucket: WeightBucket, buffer: npt.NDArray[np.uint8] | None) -> int:
         """Gather one bucket; see `write_bucket`. Ranks without a buffer only take part."""

@@ -15,16 +15,17 @@ from verl_engine.contract.errors import UnsupportedError
 from verl_engine.engine.device import Device
 from verl_engine.engine.loss_scaler import LossScaler
 from verl_engine.engine.module_engine import ModuleEngine
-from verl_fsdp.model.lora import adapters_disabled, low_rank_exports, save_adapter
+from verl_engine.engine.weights.module_weights import weight_specs
+from verl_fsdp.model.lora import adapter_config, adapters_disabled, low_rank_exports, peft_name, save_adapter
 from verl_fsdp.update.optimizer import build_optimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
     from verl_engine.batch.packed import PackedBatch
-    from verl_engine.engine.base import DataParallel, WeightShard
+    from verl_engine.engine.base import DataParallel, WeightShard, WeightSpec
     from verl_engine.engine.offload import GradientSlot
     from verl_engine.engine.temperature import Temperature
     from verl_engine.engine.token_output import TokenOutput
@@ -147,6 +148,21 @@ class ShardedEngine(ModuleEngine):
         exported = super().exported()
         return low_rank_exports(exported, self.config.lora) if self.config.lora is not None else exported
 
+    def exported_adapter(self) -> dict[str, Exported]:
+        """Say what is trained, the adapter and maybe a value head, under peft's names.
+
+        Raises:
+            UnsupportedError: the engine has no adapter.
+        """
+        self._require_lora()
+        trained = {name for name, parameter in self.parameters.items() if parameter.requires_grad}
+        return {peft_name(name): entry for name, entry in self.weights.exported().items() if name in trained}
+
+    def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield full weights, maybe an adapter's own; see the base class."""
+        own = {} if self.config.lora is None else self.exported_adapter()
+        return self.weights.full(self.exported() | own, names)
+
     def local_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield this rank's live shards of what may change, and all buffers."""
         self.passes.reshard()
@@ -187,13 +203,16 @@ class ShardedEngine(ModuleEngine):
         Raises:
             UnsupportedError: the engine has no adapter.
         """
-        self._require_lora()
-        save_adapter(self.model, self.full_trained(), folder)
+        save_adapter(self.model, self.full_weights([spec.name for spec in self.adapter_specs()]), folder)
 
-    def full_trained(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield full weights of what is trained, by the module's own names. Collectives: an all-gather per weight."""
-        trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
-        return self.weights.full(self.weights.exported(), trained)
+    def adapter_specs(self) -> list[WeightSpec]:
+        """List what `save_adapter` writes; see the base class."""
+        return weight_specs(self.exported_adapter())
+
+    def adapter_config(self) -> dict[str, Any]:
+        """Say what the adapter was made with; see the base class."""
+        self._require_lora()
+        return adapter_config(self.model)
 
     def _require_lora(self) -> None:
         if self.config.lora is None:

@@ -22,6 +22,7 @@ from verl_engine.testing.conformance import (
     router_replay,
     several_engines,
     snapshots,
+    top_k,
     values,
     weights,
 )
@@ -34,6 +35,7 @@ _TOPICS = (
     config,
     weights,
     log_probs,
+    top_k,
     values,
     accumulation,
     gradient_sync,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -11,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from verl_engine.batch.packed import PackedBatch
 from verl_engine.contract.validation import validate
 from verl_engine.engine.snapshots.manager import Snapshots
+from verl_engine.engine.temperature import temperature_of
+from verl_engine.engine.weights.bucket import read_bucket
 from verl_engine.engine.weights.shards import shard_of
 from verl_engine.engine.weights.tensor_shards import TensorShards
 from verl_engine.engine.worker import EngineWorker
@@ -76,12 +79,12 @@ class Driver:
         (parts,) = self.worker.infer_batch([sequences], temperature)
         return [torch.from_numpy(part) for part in parts]
 
-    def output(self, sequence: Sequence, temperature: float = 1.0) -> TokenOutput:
+    def output(self, sequence: Sequence, temperature: float = 1.0, top_k: int = 0) -> TokenOutput:
         """Return all that the engine says of one sequence, in eval mode and without gradient."""
         self.engine.set_training(False)
-        batch = PackedBatch.from_sequences([sequence], self.engine.device.torch_device)
+        batch = PackedBatch.from_sequences([sequence], self.engine.device.torch_device, top_k)
         with torch.no_grad():
-            return self.engine.forward(batch, temperature)
+            return self.engine.forward(batch, temperature_of(batch, temperature))
 
     def outputs(self, sequences: list[Sequence], names: tuple[OutputName, ...]) -> list[dict[str, torch.Tensor]]:
         """Return what the engine says of each sequence, by names of `TokenOutput`, as `infer` does."""
@@ -96,6 +99,20 @@ class Driver:
     def take(self, sequences: list[Sequence], split: Split) -> list[list[Sequence]]:
         """Look up this rank's micro-batches of a split."""
         return [[sequences[index] for index in group] for group in split[self.engine.data_parallel.rank]]
+
+    def delivered(self, bucket_bytes: int, **options: Any) -> dict[str, torch.Tensor]:
+        """Return copies of weights after a way through buckets, as they go to a rollout engine.
+
+        Args:
+            bucket_bytes: size of a bucket.
+            options: of `EngineWorker.plan_weight_buckets`.
+        """
+        found = {}
+        for bucket in self.worker.plan_weight_buckets(bucket_bytes, **options):
+            buffer = np.zeros(bucket.num_bytes, np.uint8)
+            checksum = self.worker.write_weight_bucket(bucket, buffer)
+            found.update({name: tensor.clone() for name, tensor in read_bucket(buffer, bucket, checksum)})
+        return found
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return copies of all full weights, as precise as the engine has them.

@@ -114,6 +114,18 @@ def adapter_folder(bench: Bench) -> None:
     )
 
 
+def adapter_weights(bench: Bench) -> None:
+    """The adapter alone goes through weight buckets unmerged: the matrices of its folder, and nothing else."""
+    driver = _trained(bench)
+    folder = bench.folder / "unmerged"
+    driver.engine.save_adapter(folder)
+    found = differences(driver.delivered(1 << 12, adapter_only=True), weights_of(folder))
+    bench.require_everywhere(found == "none", f"the adapter's weights from buckets and those of its folder: {found}")
+    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    said = driver.engine.adapter_config()
+    bench.require_everywhere(said == config, f"adapter_config() gives {said}, and adapter_config.json says {config}")
+
+
 def snapshot(bench: Bench) -> None:
     """A snapshot brings the adapter back, and holds nothing of the model's own weights."""
     driver = _trained(bench)
@@ -164,6 +176,7 @@ CHECKS = (
     Check("lora/merged", (all_ranks(merged),), ("lora",)),
     Check("lora/disabled", (all_ranks(disabled),), ("lora",)),
     Check("lora/adapter_folder", (all_ranks(adapter_folder),), ("lora",)),
+    Check("lora/adapter_weights", (all_ranks(adapter_weights),), ("lora",)),
     Check("lora/snapshot", (all_ranks(snapshot),), ("lora", "snapshots")),
     Check("lora/unknown_layers", (all_ranks(unknown_layers),), ("lora",)),
 )

@@ -1,7 +1,7 @@
 """What the model ends in: from its last hidden states to the numbers of each loss token.
 
-Shape legend: B rows and L tokens of the model's input, m loss tokens that are predicted, H hidden dim, V vocabulary,
-F numbers per token.
+Shape legend: B rows and L tokens of the model's input, m loss tokens that are predicted, N ids whose log-probs are
+asked for in the place of each, H hidden dim, V vocabulary, F numbers per token.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import torch
 from verl_engine.contract.errors import ModelError
 from verl_engine.engine.linear_log_probs import linear_log_probs
 from verl_engine.engine.output_from_logits import numbers_from_logits
+from verl_engine.engine.token_output import columns_of, numbers_of
 from verl_fsdp.forward.output_layer import ending_of, forward_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from verl_engine.batch.packed import PackedBatch
     from verl_engine.engine.temperature import Temperature
     from verl_fsdp.config import ShardedConfig
     from verl_fsdp.forward.micro_batch import ModelRun
@@ -29,19 +31,20 @@ _LOG = logging.getLogger(__name__)
 class Head(Protocol):
     """Runs the model, and computes what a `TokenOutput` holds."""
 
-    gives: tuple[str, ...]
-    """Fields of `TokenOutput`, one per number."""
+    def columns(self, batch: PackedBatch) -> dict[str, int]:
+        """Say which fields of `TokenOutput` the numbers of a micro-batch are; see `TokenOutput.of`."""
 
     def numbers(
-        self, model: torch.nn.Module, run: ModelRun, targets: torch.Tensor, temperature: Temperature
+        self, model: torch.nn.Module, run: ModelRun, targets: torch.Tensor, temperature: Temperature, top_k: int
     ) -> torch.Tensor:
         """Call the model, and return [m, F] float32.
 
         Args:
             model: as sharded.
             run: what goes in, and where the loss tokens are predicted.
-            targets: [m] int64: the loss tokens.
+            targets: [m, N] int64: the loss tokens, and other ids.
             temperature: divides the logits: a number, or [m].
+            top_k: so many of the last targets are found here.
         """
 
 
@@ -68,9 +71,6 @@ class LanguageHead:
         self._chunk = config.logit_chunk
         self._layer: Any = model.get_output_embeddings()
         self._ending = ending_of(model)
-        self.gives: tuple[str, ...] = (
-            ("given_log_probs",) if config.entropy == "off" else ("given_log_probs", "given_entropy")
-        )
         if self._ending != "linear":
             _LOG.info(
                 "the output of %s is not that of a plain linear layer: the logits of all %s exist at once, and "
@@ -80,20 +80,25 @@ class LanguageHead:
                 config.logit_chunk,
             )
 
+    def columns(self, batch: PackedBatch) -> dict[str, int]:
+        """Name log-probs, entropy and those of other ids; see `Head`."""
+        return columns_of(batch, self._entropy)
+
     def numbers(
-        self, model: torch.nn.Module, run: ModelRun, targets: torch.Tensor, temperature: Temperature
+        self, model: torch.nn.Module, run: ModelRun, targets: torch.Tensor, temperature: Temperature, top_k: int
     ) -> torch.Tensor:
         """Call the model; see `Head`."""
         if self._ending == "linear":
-            return self._linear(model, run, targets, temperature)
+            return self._linear(model, run, targets, temperature, top_k)
         if self._ending == "per token":
             logits_mV = self._per_token(model, run)
         else:
             logits_mV = _checked(model(**run.inputs).logits, run)[run.rows, run.columns]
-        return torch.stack(_without_none(numbers_from_logits(logits_mV, targets, temperature, self._entropy)), dim=-1)
+        found = numbers_from_logits(logits_mV, targets, temperature, self._entropy, top_k)
+        return numbers_of(*found, targets, top_k)
 
     def _linear(
-        self, model: torch.nn.Module, run: ModelRun, targets: torch.Tensor, temperature: Temperature
+        self, model: torch.nn.Module, run: ModelRun, targets: torch.Tensor, temperature: Temperature, top_k: int
     ) -> torch.Tensor:
         """Let the layer give [1, m, F] in place of logits."""
         given: list[torch.Tensor] = []
@@ -107,9 +112,10 @@ class LanguageHead:
                 self._layer.bias,
                 chunk=self._chunk,
                 entropy=self._entropy,
+                top_k=top_k,
             )
-            # Stacked so, it is no view, which fully_shard warns of.
-            given.append(torch.stack([number[None] for number in _without_none(found)], dim=-1))
+            # Stacked, it is no view, which fully_shard warns of.
+            given.append(torch.stack([numbers_of(*found, targets, top_k)]))
             return given[0]
 
         with forward_of(self._layer, forward):
@@ -133,13 +139,16 @@ class LanguageHead:
 class ValueHead:
     """One number per token, from a model for token classification with a single label."""
 
-    gives: tuple[str, ...] = ("given_values",)
+    def columns(self, batch: PackedBatch) -> dict[str, int]:
+        """Name the values; see `Head`."""
+        del batch
+        return {"given_values": 1}
 
     def numbers(
-        self, model: torch.nn.Module, run: ModelRun, targets: torch.Tensor, temperature: Temperature
+        self, model: torch.nn.Module, run: ModelRun, targets: torch.Tensor, temperature: Temperature, top_k: int
     ) -> torch.Tensor:
         """Call the model; see `Head`. Neither targets nor temperature play a part."""
-        del targets, temperature
+        del targets, temperature, top_k
         values: torch.Tensor = _checked(model(**run.inputs).logits, run)[run.rows, run.columns]
         return values.float()
 
@@ -161,7 +170,3 @@ def _checked(output_BL: torch.Tensor, run: ModelRun) -> torch.Tensor:
             "does not split sequences over ranks as it was said to"
         )
     return output_BL
-
-
-def _without_none(numbers: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor]:
-    return [number for number in numbers if number is not None]

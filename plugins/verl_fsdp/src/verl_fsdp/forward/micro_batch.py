@@ -6,7 +6,7 @@ N sequences, L the longest of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from verl_engine.engine.sum_over_group import sum_over_group
 from verl_engine.engine.temperature import rows_of
 from verl_engine.engine.token_output import TokenOutput
+from verl_engine.engine.top_k import scored_ids
 from verl_fsdp.forward.attention import is_packed
 from verl_fsdp.forward.head import make_head
 from verl_fsdp.forward.rotary import PositionUse, rotary_limit
@@ -95,14 +96,14 @@ class MicroBatchForward:
         if self._replay is not None:
             source = sources(self._run_of, batch, self._sequence)
             self._replay.expect(batch, source)
-        targets = batch.input_ids[run.loss_positions]
-        numbers_mF = self.head.numbers(model, run, targets, rows_of(temperature, run.loss_positions))
+        targets = scored_ids(batch, run.loss_positions)
+        numbers_mF = self.head.numbers(model, run, targets, rows_of(temperature, run.loss_positions), batch.top_k)
         zeros_TF = numbers_mF.new_zeros(batch.num_tokens, numbers_mF.shape[1])
         numbers_TF = sum_over_group(zeros_TF.index_put((run.loss_positions,), numbers_mF), self._sequence)
-        named = dict(zip(self.head.gives, numbers_TF.unbind(-1), strict=True))
-        if self._replay is not None and source is not None and not torch.is_grad_enabled():
-            named["given_routed_experts"] = self._replay.found(source, batch.num_tokens, self._sequence)
-        return TokenOutput(**named)
+        output = TokenOutput.of(numbers_TF, self.head.columns(batch))
+        if self._replay is None or source is None or torch.is_grad_enabled():
+            return output
+        return replace(output, given_routed_experts=self._replay.found(source, batch.num_tokens, self._sequence))
 
     def _run_of(self, batch: PackedBatch) -> ModelRun:
         if self._split is not None:

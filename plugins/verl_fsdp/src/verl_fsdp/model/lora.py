@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 import logging
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -206,30 +207,41 @@ def is_adapter_weight(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
 
 
-def save_adapter(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
-    """Write a folder that ``peft.PeftModel.from_pretrained`` loads onto the base model; see `write_folder`.
+def peft_name(name: str) -> str:
+    """Return what peft's files call a weight of an adapted model."""
+    return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
 
-    Args:
-        model: adapted.
-        weights: whole ones of all that is trained, by the names they have in the adapted model.
-        folder: replaced if it exists.
-    Collectives: those of taking the weights, then a broadcast.
-    """
-    kept = kept_by_first_rank(weights)
-    state = {f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": tensor for name, tensor in kept.items()}
+
+def adapter_config(model: torch.nn.Module) -> dict[str, Any]:
+    """Return what ``adapter_config.json`` says of an adapted model's adapter, in plain values."""
     config = copy.copy(cast("Any", model).peft_config[ADAPTER])
     config.inference_mode = True
     head = value_head(model)
     if head is not None:
         config.modules_to_save = [head]  # new in this model, so it travels with the adapter
     _warn_if_peft_reads_others(model, config)
+    plain: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=sorted))  # it has sets
+    return plain
+
+
+def save_adapter(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
+    """Write a folder that ``peft.PeftModel.from_pretrained`` loads onto the base model; see `write_folder`.
+
+    Args:
+        model: adapted.
+        weights: whole ones of all that is trained, by `peft_name`.
+        folder: replaced if it exists.
+    Collectives: those of taking the weights, then a broadcast.
+    """
+    state = kept_by_first_rank(weights)
+    config = json.dumps(adapter_config(model), indent=2, sort_keys=True)
 
     def write(partial: Path) -> None:
         from safetensors.torch import save_file  # comes with transformers
 
         partial.mkdir(parents=True)
         save_file(state, partial / "adapter_model.safetensors", metadata={"format": "pt"})
-        config.save_pretrained(partial)
+        (partial / "adapter_config.json").write_text(config, encoding="utf-8")
 
     write_folder(folder, write)
 

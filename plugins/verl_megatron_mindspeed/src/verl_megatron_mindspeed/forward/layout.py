@@ -1,7 +1,7 @@
 """A micro-batch as Megatron's GPTModel takes it.
 
 Shape legend: T tokens of the micro-batch, t those that this rank runs (all with tensor parallelism, a part with context
-parallelism), m loss tokens that it predicts.
+parallelism), m loss tokens that it predicts, N ids whose log-probs are asked for in the place of each.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from verl_engine.engine.top_k import scored_ids
 from verl_megatron_mindspeed.forward.places import find_places
 
 if TYPE_CHECKING:
@@ -34,13 +35,15 @@ class Layout:
     """[max(m, 1)] int64: indices among the t of the tokens that predict a loss token, each the one before it. Where
     there is none, one that predicts nothing: kernels never get matrices without rows."""
     targets: torch.Tensor
-    """[max(m, 1)] int64: the tokens that they predict."""
+    """[max(m, 1), N] int64: the tokens that they predict, and other ids; see `scored_ids`."""
     loss_positions: torch.Tensor
     """[m] int64: indices of those among the T."""
     num_tokens: int
     """T."""
     source: torch.Tensor
     """[t] int64: for each token that goes in its index among the T, -1 for filling."""
+    top_k: int
+    """How many of the N are yet to be found."""
 
 
 def lay_out(batch: PackedBatch, parallel: Parallel, *, sequence_parallel: bool) -> Layout:
@@ -65,11 +68,11 @@ def lay_out(batch: PackedBatch, parallel: Parallel, *, sequence_parallel: bool) 
     if context.size > 1:
         is_own = rows >= 0
         rows, losses = rows[is_own], losses[is_own]
-    targets = batch.input_ids[losses]
+    targets = scored_ids(batch, losses)
     if not losses.numel():
-        rows, targets = rows.new_zeros(1), targets.new_zeros(1)
+        rows, targets = rows.new_zeros(1), targets.new_zeros(1, targets.shape[1])
     packed = _packed_sequences(places.lengths, device)
-    return Layout(ids_t[None], position_t[None], packed, rows, targets, losses, batch.num_tokens, source_t)
+    return Layout(ids_t[None], position_t[None], packed, rows, targets, losses, batch.num_tokens, source_t, batch.top_k)
 
 
 def _packed_sequences(lengths: tuple[int, ...], device: torch.device) -> PackedSeqParams:

@@ -7,23 +7,23 @@ F numbers per token.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import tensor_parallel
 
 from verl_engine.engine.sum_over_group import sum_over_group
 from verl_engine.engine.temperature import rows_of
-from verl_engine.engine.token_output import TokenOutput
+from verl_engine.engine.token_output import TokenOutput, columns_of, numbers_of
+from verl_engine.engine.top_k import require_top_k
 from verl_megatron_mindspeed.forward.log_probs import split_log_probs
 
 if TYPE_CHECKING:
+    from verl_engine.batch.packed import PackedBatch
     from verl_engine.engine.temperature import Temperature
     from verl_megatron_mindspeed.config import MegatronConfig
     from verl_megatron_mindspeed.forward.layout import Layout
     from verl_megatron_mindspeed.parallel import Group, Parallel
-
-_LANGUAGE_NUMBERS: Final = ("given_log_probs", "given_entropy")
 
 
 class LossRows:
@@ -78,10 +78,10 @@ class Head:
         self._tensor = parallel.tensor
         self._context = parallel.context.group if parallel.context.size > 1 else None
         self._vocab_size = vocab_size
-        self.gives: tuple[str, ...] = _LANGUAGE_NUMBERS[: 1 if config.entropy == "off" else 2]
-        """Fields of `TokenOutput`, one per number."""
-        if self._is_value:
-            self.gives = ("given_values",)
+
+    def columns(self, batch: PackedBatch) -> dict[str, int]:
+        """Say which fields of `TokenOutput` the numbers of a micro-batch are; see `TokenOutput.of`."""
+        return {"given_values": 1} if self._is_value else columns_of(batch, self._entropy)
 
     def numbers(self, output: torch.Tensor, layout: Layout, temperature: Temperature) -> torch.Tensor:
         """Return [T, F] float32, 0 outside the loss; the same on all ranks that split the micro-batch.
@@ -97,23 +97,28 @@ class Head:
         own_mF = numbers_mF[: layout.loss_positions.shape[0]]  # without the row that predicts nothing
         return sum_over_group(zeros_TF.index_put((layout.loss_positions,), own_mF), self._context)
 
-    def token_output(self, numbers_TF: torch.Tensor) -> TokenOutput:
-        """Name the numbers."""
-        return TokenOutput(**dict(zip(self.gives, numbers_TF.unbind(-1), strict=True)))
+    def token_output(self, numbers_TF: torch.Tensor, batch: PackedBatch) -> TokenOutput:
+        """Name the numbers of a micro-batch."""
+        return TokenOutput.of(numbers_TF, self.columns(batch))
 
     def _of_logits(self, logits_mv: torch.Tensor, layout: Layout, temperature: Temperature) -> torch.Tensor:
         first = self._tensor.rank * logits_mv.shape[1]
         # What fills the vocabulary up to a number that all ranks can divide comes last, and has no probability.
         num_real = min(max(self._vocab_size - first, 0), logits_mv.shape[1])
-        logp_m, entropy_m = split_log_probs(
+        targets_mN, top_k = layout.targets, layout.top_k
+        require_top_k(top_k, self._vocab_size)
+        logp_mN, entropy_m = split_log_probs(
             logits_mv[:, :num_real],
-            layout.targets,
+            targets_mN,
             self._of_rows(temperature, layout),
             self._entropy,
             first=first,
             group=self._tensor.group if self._tensor.size > 1 else None,
+            top_k=top_k,
         )
-        return torch.stack([logp_m] if entropy_m is None else [logp_m, entropy_m], dim=-1)
+        # An id that no rank has would seem to have a log-prob; elsewhere torch refuses it.
+        logp_mN = logp_mN.masked_fill(targets_mN >= self._vocab_size, torch.nan)
+        return numbers_of(logp_mN, entropy_m, targets_mN, top_k)
 
     @staticmethod
     def _of_rows(temperature: Temperature, layout: Layout) -> Temperature:

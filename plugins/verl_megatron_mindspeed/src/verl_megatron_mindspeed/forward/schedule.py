@@ -73,7 +73,8 @@ class Schedule:
             Exception: whatever the model raises; on all ranks of the pipeline if it is on one.
         Collectives: those of the model's parallelism, and a broadcast from the last pipeline stage.
         """
-        numbers_TF = torch.empty(batch.num_tokens, len(self._head.gives), device=self._device.torch_device)
+        num_numbers = sum(self._head.columns(batch).values())
+        numbers_TF = torch.empty(batch.num_tokens, num_numbers, device=self._device.torch_device)
 
         def keep(found_TF: torch.Tensor, laid: Laid) -> torch.Tensor:
             nonlocal numbers_TF
@@ -85,7 +86,7 @@ class Schedule:
             self._go(run, [batch], forward_only=True)
             if self._parallel.pipeline.size > 1:
                 agree(self._parallel, run.guard.failure)
-            output = self._head.token_output(from_last_stage(numbers_TF.contiguous(), self._parallel))
+            output = self._head.token_output(from_last_stage(numbers_TF.contiguous(), self._parallel), batch)
             return output if self._replay is None else replace(output, given_routed_experts=self._replay.found())
 
     def train(self, training: Training, given: MicroBatchPass) -> None:
@@ -102,7 +103,7 @@ class Schedule:
         def loss(numbers_TF: torch.Tensor, laid: Laid) -> torch.Tensor:
             if laid.is_filling:
                 return numbers_TF.sum()  # it has no loss tokens, so it is 0, and so is its gradient
-            return given.loss(self._head.token_output(numbers_TF), laid.batch)
+            return given.loss(self._head.token_output(numbers_TF, laid.batch), laid.batch)
 
         run = Pass(self._model, self._parallel, self._head, self._rows, given.temperature, loss, self._replay)
         transformer = self._model.transformer

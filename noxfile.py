@@ -158,16 +158,19 @@ def typecheck(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def new_backend(session: nox.Session) -> None:
-    """Style and types of what `verl-engine new-backend` writes, by the standards of its own pyproject."""
+    """Style and types of what `verl-engine new-backend` writes, and the tutorial, by that project's own standards."""
     python = _python(session)
     # Not below .nox: ruff leaves that folder out, and would find nothing to check.
     with tempfile.TemporaryDirectory() as parent:
-        folder = Path(parent) / "my-engine"
-        session.run(python, "-m", "verl_engine", "new-backend", "my_engine", "--output", str(folder), silent=True)
-        with session.chdir(folder):
-            session.run(python, "-m", "ruff", "check", ".")
-            session.run(python, "-m", "ruff", "format", "--check", ".")
-            session.run(python, "-m", "mypy", env={"MYPYPATH": "src"})
+        folders = [Path(parent) / name for name in ("my_engine", "ddp_engine")]
+        for folder in folders:
+            session.run(python, "-m", "verl_engine", "new-backend", folder.name, "--output", str(folder), silent=True)
+        session.run(python, "-m", "tests.backend_tutorial", str(folders[1]))
+        for folder in folders:
+            with session.chdir(folder):
+                session.run(python, "-m", "ruff", "check", ".")
+                session.run(python, "-m", "ruff", "format", "--check", ".")
+                session.run(python, "-m", "mypy", env={"MYPYPATH": "src"})
 
 
 @nox.session(venv_backend="none")

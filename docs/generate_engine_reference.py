@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Final
 import verl_engine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 PAGE: Final = Path(__file__).parent / "reference" / "engine.md"
 CLASSES: Final = ("Engine", "ModuleEngine", "DataParallel", "PackedBatch", "TokenOutput", "OptimizerStep", "Sequence")
+PARTS: Final = ("Device", "FullyShardedPasses", "EngineWeights", "RenamedWeights", "ModelFiles")
+FUNCTIONS: Final = ("output_from_logits", "adamw", "parameter_groups", "write_model_folder")
 SECTIONS: Final = ("Args", "Returns", "Yields", "Raises")
 INTRODUCTION: Final = """\
 # Engine, ModuleEngine, PackedBatch, DataParallel
@@ -30,6 +32,12 @@ INTRODUCTION: Final = """\
 What an engine is made of, all from `verl_engine`. [The hooks](hooks.md) say when each is called, and [write a
 backend](../tutorial/write-a-backend.md) shows the smallest engine. T is the number of tokens of a micro-batch, L
 that of a sequence.
+"""
+PARTS_INTRODUCTION: Final = """
+# Parts of engines
+
+What an engine may be put together from: its device, the passes of a model under `fully_shard`, weights under other
+names, AdamW, and a model folder.
 """
 
 
@@ -41,14 +49,25 @@ def main() -> None:
 
 def render() -> str:
     """Return the whole page."""
-    return INTRODUCTION + "".join(_class(getattr(verl_engine, name)) for name in CLASSES)
+    classes, parts = ([_class(getattr(verl_engine, name)) for name in names] for names in (CLASSES, PARTS))
+    functions = [_function(getattr(verl_engine, name)) for name in FUNCTIONS]
+    return "".join([INTRODUCTION, *classes, PARTS_INTRODUCTION, *parts, *functions])
+
+
+def _function(described: Callable[..., object]) -> str:
+    tree = ast.parse(inspect.getsource(described)).body[0]
+    if not isinstance(tree, ast.FunctionDef):
+        raise TypeError(f"{described} is no function")
+    call = f"{tree.name}({ast.unparse(tree.args)}) -> {_returned(tree)}"
+    text = f"\n## `{tree.name}`\n\n```python\n{call}\n```\n\n{_prose(ast.get_docstring(tree))}"
+    return text.rstrip("\n") + "\n"
 
 
 def _class(described: type) -> str:
     tree = ast.parse(textwrap.dedent(inspect.getsource(described))).body[0]
     if not isinstance(tree, ast.ClassDef):
         raise TypeError(f"{described} is no class")
-    bases = [base.__name__ for base in described.__bases__ if base.__name__ in CLASSES]
+    bases = [base.__name__ for base in described.__bases__ if base.__name__ in {*CLASSES, *PARTS}]
     title = f"\n## `{tree.name}`\n\n" + (f"A subclass of `{bases[0]}`. " if bases else "")
     attributes, methods = list(_attributes(tree)), list(_methods(tree))
     table = "| attribute | what |\n|---|---|\n" + "\n".join(attributes) + "\n\n" if attributes else ""

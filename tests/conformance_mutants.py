@@ -1,7 +1,7 @@
 """fsdp2 with one thing wrong each: what the conformance kit must catch.
 
-Imports no torch, as hooks modules do not; the engines are in `tests.mutant_engines`,
-`tests.mutant_passes` and `tests.mutant_exports`.
+Imports no torch, as hooks modules do not; the engines are in `tests.mutant_engines`, `tests.mutant_passes`,
+`tests.mutant_exports` and `tests.mutant_states`.
 """
 
 from __future__ import annotations
@@ -40,6 +40,12 @@ class LaxConfig(MutantConfig):
         return {key: value for key, value in section.items() if key in cls.model_fields}
 
 
+class SilentConfig(MutantConfig):
+    """Has a field of which nobody knows what it means."""
+
+    silent: int = 0
+
+
 class OneOutputConfig(MutantConfig):
     """Says that the first rank alone has outputs."""
 
@@ -73,7 +79,7 @@ class Mutant:
     def engine_create(self, config: Fsdp2Config, model_folder: Path) -> Any:
         homes = [
             importlib.import_module(f"tests.{module}")
-            for module in ("mutant_engines", "mutant_exports", "mutant_passes")
+            for module in ("mutant_engines", "mutant_exports", "mutant_passes", "mutant_states")
         ]
         engine_class = next(getattr(home, self._engine_class) for home in homes if hasattr(home, self._engine_class))
         return engine_class.made(config, model_folder)
@@ -140,6 +146,39 @@ class OwnCopies(Mutant):
         return snapshot
 
 
+class OneSnapshot(Mutant):
+    """Keeps one copy for all tags."""
+
+    @hookimpl
+    def engine_copy_weights_to_cpu(self, engine: Any, snapshot: WeightSnapshot) -> WeightSnapshot:
+        snapshot.store(engine.local_weights())
+        engine.kept = getattr(engine, "kept", snapshot.tensors)
+        for name, tensor in engine.kept.items():
+            tensor.copy_(snapshot.tensors[name])
+        snapshot.tensors = engine.kept
+        return snapshot
+
+
+class RestoresTheFirst(Mutant):
+    """Brings back what it brought back first, whatever is asked for."""
+
+    @hookimpl
+    def engine_restore_weights_from_cpu(self, engine: Any, snapshot: WeightSnapshot) -> bool:
+        engine.first = getattr(engine, "first", snapshot)
+        engine.first.copy_into(engine.local_weights())
+        return True
+
+
+class AliasingWhileAway(AliasingSnapshot):
+    """Keeps the live tensors where they are on the CPU for a while."""
+
+    @hookimpl
+    def engine_copy_weights_to_cpu(self, engine: Any, snapshot: WeightSnapshot) -> WeightSnapshot:
+        if not engine._is_away:
+            return snapshot.store(engine.local_weights())
+        return super().engine_copy_weights_to_cpu(engine, snapshot)
+
+
 class LostBuffer(Mutant):
     """Snapshots hold parameters only."""
 
@@ -176,6 +215,30 @@ MUTANTS = {
     for mutant in (
         AliasingRestore("mutant_aliasing_restore"),
         AliasingSnapshot("mutant_aliasing_snapshot"),
+        AliasingWhileAway("mutant_aliasing_while_away", "SavesOnlyWhatIsThere"),
+        OneSnapshot("mutant_one_snapshot"),
+        RestoresTheFirst("mutant_restores_the_first"),
+        Mutant("mutant_of_another_api"),
+        Mutant("mutant_reason_left_out", gaps={"lora": " "}),
+        Mutant("mutant_field_without_meaning", config_class=SilentConfig),
+        Mutant("mutant_folder_not_named", "FolderNotNamed"),
+        Mutant("mutant_import_unchecked", "ImportUnchecked"),
+        Mutant("mutant_temperature_in_training_only", "TemperatureInTrainingOnly"),
+        Mutant("mutant_numbers_outside_the_loss", "NumbersOutsideTheLoss"),
+        Mutant("mutant_mean_of_busy_ranks", "MeanOfBusyRanks"),
+        Mutant("mutant_cosine_is_linear", "CosineIsLinear"),
+        Mutant("mutant_never_gives_up", "NeverGivesUp"),
+        Mutant("mutant_gradients_kept", "GradientsKept"),
+        Mutant("mutant_failure_at_the_start", "FailureAtTheStart"),
+        Mutant("mutant_failure_at_the_end", "FailureAtTheEnd"),
+        Mutant("mutant_norm_of_each_rank", "NormOfEachRank"),
+        Mutant("mutant_trains_a_reference", "TrainsAReference"),
+        Mutant("mutant_save_is_a_step", "SaveIsAStep"),
+        Mutant("mutant_loads_into_zeros", "LoadsIntoZeros"),
+        Mutant("mutant_local_state_to_fewer", "LocalState"),
+        Mutant("mutant_local_state_to_more", "LocalState"),
+        Mutant("mutant_buffers_of_each_rank", "BuffersOfEachRank"),
+        Mutant("mutant_ranks_alone", "RanksAlone"),
         DeafSync("mutant_every_micro_batch_ignored"),
         EagerSync("mutant_sync_on_every_micro_batch"),
         LostBuffer("mutant_lost_buffer"),

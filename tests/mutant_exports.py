@@ -93,6 +93,13 @@ class UnnotedImport(Fsdp2Engine):
         self.weights_id = noted
 
 
+class ImportUnchecked(Fsdp2Engine):
+    """Takes what it knows, and does not look at the rest."""
+
+    def load_full_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().load_full_weights((name, tensor) for name, tensor in weights if name in self.parameters)
+
+
 class NoImport(Fsdp2Engine):
     """Takes no weights."""
 

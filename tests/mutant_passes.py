@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
@@ -15,10 +15,14 @@ from verl_engine.engine.lr_schedule import lr_multiplier
 from verl_engine.engine.routed_experts import choose
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
     from verl_engine.batch.packed import PackedBatch
     from verl_engine.contract.optimizer_step import OptimizerStep
     from verl_engine.engine.base import MicroBatchPass
     from verl_engine.engine.temperature import Temperature
+    from verl_fsdp.config import Fsdp2Config
 
 
 class HookNotEntered(Fsdp2Engine):
@@ -111,6 +115,88 @@ class TemperatureInInferenceOnly(Fsdp2Engine):
 
     def forward(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
         return super().forward(batch, 1.0 if torch.is_grad_enabled() else temperature)
+
+
+class TemperatureInTrainingOnly(Fsdp2Engine):
+    """Infers at temperature 1, whatever is asked for."""
+
+    def forward(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
+        return super().forward(batch, temperature if torch.is_grad_enabled() else 1.0)
+
+
+class NumbersOutsideTheLoss(Fsdp2Engine):
+    """Gives log-probs of all tokens."""
+
+    def forward(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
+        output = super().forward(batch, temperature)
+        return dataclasses.replace(output, given_log_probs=output.log_probs - (~batch.loss_mask).float())
+
+
+class MeanOfBusyRanks(Fsdp2Engine):
+    """Averages over the ranks that have loss tokens."""
+
+    def forward_backward(self, run: MicroBatchPass) -> None:
+        busy = torch.tensor(float(any(batch.loss_positions.numel() for batch in run.micro_batches)))
+        torch.distributed.all_reduce(busy)
+        run.loss_scale *= float(busy) / self.data_parallel.size
+        super().forward_backward(run)
+
+
+class FailureAtTheStart(Fsdp2Engine):
+    """After an exception in the first micro-batch forgets over how many ranks it averages."""
+
+    fails_at_the_end = False
+    is_first = True
+
+    @contextmanager
+    def gradient_sync(self, is_last_micro_batch: bool) -> Iterator[None]:
+        try:
+            with super().gradient_sync(is_last_micro_batch):
+                yield
+        except BaseException:
+            if is_last_micro_batch if self.fails_at_the_end else self.is_first:
+                self.gradient_divisor = 1
+            raise
+        self.is_first = is_last_micro_batch
+
+
+class FailureAtTheEnd(FailureAtTheStart):
+    """The same after an exception in the last micro-batch."""
+
+    fails_at_the_end = True
+
+
+class NeverGivesUp(Fsdp2Engine):
+    """Takes each step that is skipped for an overflow that the next one may not have."""
+
+    def optimizer_step(self, learning_rate: float | None = None) -> OptimizerStep:
+        step = super().optimizer_step(learning_rate)
+        return dataclasses.replace(step, overflow=not step.applied)
+
+
+class NormOfEachRank(Fsdp2Engine):
+    """Reports on each rank another norm."""
+
+    def optimizer_step(self, learning_rate: float | None = None) -> OptimizerStep:
+        step = super().optimizer_step(learning_rate)
+        return dataclasses.replace(step, grad_norm=step.grad_norm + self.data_parallel.rank)
+
+
+class CosineIsLinear(Fsdp2Engine):
+    """Knows of falling schedules the straight one only."""
+
+    @classmethod
+    def made(cls, config: Fsdp2Config, model_folder: Path) -> Any:
+        if config.lr_schedule == "cosine":
+            config = config.model_copy(update={"lr_schedule": "linear"})
+        return super().made(config, model_folder)
+
+
+class GradientsKept(Fsdp2Engine):
+    """Never forgets a gradient."""
+
+    def drop_gradients(self) -> None:
+        """Leave them."""
 
 
 class TemperatureOfTheTokenBefore(Fsdp2Engine):

@@ -10,8 +10,9 @@ import pytest
 from core.tests.fake_distributions import HOOKS, write_distribution
 from tests.repository import ROOT, run_python
 from verl_engine.command.app import main
+from verl_engine.contract.backend import FEATURES
 from verl_engine.contract.names import BACKENDS_GROUP
-from verl_engine.testing.conformance import all_checks
+from verl_engine.testing.conformance import Check, ConformanceKit, Outcome, all_checks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,7 +36,9 @@ def run(*arguments: str) -> int:
 def test_a_right_backend_as_json_without_pytest() -> None:
     done = run_python("-c", WITHOUT_PYTEST)
     assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    *lines, report = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line.pop("status") for line in lines] == ["passed"] * 4
+    assert lines == report["passed"]
     passed = ["loading/listing", "loading/hooks_module", "loading/spec", "weights/export"]
     assert [entry["check"] for entry in report["passed"]] == passed
     assert report["failed"] == report["skipped"] == []
@@ -83,11 +86,29 @@ def test_names_are_unique() -> None:
 
 @pytest.mark.parametrize("check", all_checks(), ids=lambda check: check.name)
 def test_the_reference_shows_every_check_with_what_it_needs(check: object) -> None:
-    from verl_engine.testing.conformance import Check
-
     assert isinstance(check, Check)
     features = ", ".join(f"`{feature}`" for feature in check.features) or "every backend"
     assert f"| `{check.name}` | {check.proves} | {features} |" in PAGE
+
+
+def test_the_reference_says_what_each_feature_is() -> None:
+    for feature, meaning in FEATURES.items():
+        assert f"| `{feature}` | {meaning.replace('``', '`')} |" in PAGE
+
+
+@pytest.mark.fault(31)
+def test_each_check_is_told_when_it_ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    told: list[int] = []
+    run_check = ConformanceKit.run
+
+    def watched(kit: ConformanceKit, check: Check) -> Outcome:
+        told.append(len(capsys.readouterr().out.splitlines()))
+        return run_check(kit, check)
+
+    monkeypatch.setattr(ConformanceKit, "run", watched)
+    assert run("fsdp2", "--only", "loading", "--json") == 0
+    assert told == [0, 1, 1]
+    assert len(capsys.readouterr().out.splitlines()) == 2  # the last check's, and the summary
 
 
 def test_what_a_backend_prints_does_not_spoil_the_json(
@@ -97,7 +118,7 @@ def test_what_a_backend_prints_does_not_spoil_the_json(
     write_distribution(tmp_path, "noisy", {BACKENDS_GROUP: {"noisy": "noisy_hooks"}}, modules={"noisy_hooks": text})
     monkeypatch.syspath_prepend(tmp_path)
     assert run("noisy", "--only", "loading/spec", "--json") == 0
-    report = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [entry["check"] for entry in report["passed"]] == ["loading/spec"]
 
 

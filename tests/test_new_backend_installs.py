@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.backend_tutorial import write_ddp_engine
 from tests.repository import ROOT
 from verl_engine.command.backend_names import BackendNames
 from verl_engine.command.backend_template import render_project
@@ -128,12 +129,26 @@ def test_the_doctor_finds_nothing_wrong_with_it(fresh: FreshEnvironment) -> None
 @pytest.mark.slow
 @pytest.mark.dist
 def test_it_passes_the_conformance_kit(fresh: FreshEnvironment) -> None:
-    outcome: dict[str, Any] = json.loads(fresh.run("check", "my_engine", "--json"))
+    outcome: dict[str, Any] = json.loads(fresh.run("check", "my_engine", "--json").splitlines()[-1])
     assert outcome["failed"] == []
     assert len(outcome["passed"]) >= 15
     reasons = [skip["reason"] for skip in outcome["skipped"]]
     gaps = [re.match(r"declared gap '(\w+)': \w", reason) for reason in reasons]
     assert [reason for reason, gap in zip(reasons, gaps, strict=True) if not gap or gap[1] not in GAPS] == []
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.fault(31, 32)
+def test_the_tutorials_engine_of_several_ranks_passes_it_too(fresh: FreshEnvironment) -> None:
+    fresh.run("new-backend", "ddp_engine")
+    write_ddp_engine(fresh.folder / "ddp-engine")
+    fresh.install(fresh.folder / "ddp-engine")
+    outcome = json.loads(fresh.run("check", "ddp_engine", "--json").splitlines()[-1])
+    assert outcome["failed"] == []
+    gaps = {skip["reason"].split("'")[1] for skip in outcome["skipped"]}
+    assert gaps <= {"fp16", "lora", "value_head"}
 
 
 @pytest.mark.nightly

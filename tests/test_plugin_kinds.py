@@ -104,7 +104,7 @@ class Kit:
     write_distribution(site, "toy", points, modules={"toy_kit": text})
     arguments = ("check", "pepper", "--kind", "spice", "--only", "taste", "--json")
     assert run(*arguments, "fails=taste/hot") == 1
-    report = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (report["spice"], report["version"]) == ("pepper", "toy 1.0")
     assert [entry["check"] for entry in report["failed"] + report["passed"]] == ["taste/hot", "taste/sweet"]
     assert run(*arguments, "fails=look/red") == 0

@@ -47,12 +47,18 @@ if TYPE_CHECKING:
     )
     from verl_engine.engine.checkpoints.store import CheckpointInfo, CheckpointStore
     from verl_engine.engine.device import Device
+    from verl_engine.engine.fully_sharded import FullyShardedPasses
     from verl_engine.engine.metrics import Metric
     from verl_engine.engine.module_engine import ModuleEngine
+    from verl_engine.engine.optimizer import adamw, parameter_groups
     from verl_engine.engine.output_from_logits import output_from_logits
     from verl_engine.engine.snapshots.shared import SnapshotHandle, SnapshotReader
     from verl_engine.engine.snapshots.weight_snapshot import WeightSnapshot
     from verl_engine.engine.temperature import Temperature
+    from verl_engine.engine.weights.engine_weights import EngineWeights
+    from verl_engine.engine.weights.model_files import ModelFiles
+    from verl_engine.engine.weights.model_folder import write_model_folder
+    from verl_engine.engine.weights.renamed import RenamedWeights
     from verl_engine.engine.worker import EngineWorker
     from verl_engine.host.backend_host import BackendHost
     from verl_engine.host.engine_section import validate_engine_section
@@ -95,12 +101,18 @@ _HOMES = {
     "engine.base": ["DataParallel", "Engine", "LossFn", "MicroBatchPass", "TokenOutput", "WeightShard", "WeightSpec"],
     "engine.checkpoints.store": ["CheckpointInfo", "CheckpointStore"],
     "engine.device": ["Device"],
+    "engine.fully_sharded": ["FullyShardedPasses"],
     "engine.metrics": ["Metric"],
     "engine.module_engine": ["ModuleEngine"],
+    "engine.optimizer": ["adamw", "parameter_groups"],
     "engine.output_from_logits": ["output_from_logits"],
     "engine.snapshots.shared": ["SnapshotHandle", "SnapshotReader"],
     "engine.snapshots.weight_snapshot": ["WeightSnapshot"],
     "engine.temperature": ["Temperature"],
+    "engine.weights.engine_weights": ["EngineWeights"],
+    "engine.weights.model_files": ["ModelFiles"],
+    "engine.weights.model_folder": ["write_model_folder"],
+    "engine.weights.renamed": ["RenamedWeights"],
     "engine.worker": ["EngineWorker"],
     "host.backend_host": ["BackendHost"],
     "host.engine_section": ["validate_engine_section"],
@@ -126,7 +138,9 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineError",
+    "EngineWeights",
     "EngineWorker",
+    "FullyShardedPasses",
     "HookError",
     "ImportOrderError",
     "KindSpec",
@@ -135,6 +149,7 @@ __all__ = [
     "Metric",
     "MicroBatchPass",
     "ModelError",
+    "ModelFiles",
     "ModuleEngine",
     "NeededModule",
     "OptimizerStep",
@@ -144,6 +159,7 @@ __all__ = [
     "PluginError",
     "PluginImportError",
     "PreparationConflictError",
+    "RenamedWeights",
     "Sequence",
     "SnapshotHandle",
     "SnapshotReader",
@@ -159,14 +175,17 @@ __all__ = [
     "WeightSpec",
     "WeightsError",
     "__version__",
+    "adamw",
     "hookimpl",
     "load_plugin",
     "output_from_logits",
+    "parameter_groups",
     "patch",
     "patch_on_import",
     "read_config",
     "validate",
     "validate_engine_section",
+    "write_model_folder",
 ]
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from verl_engine.engine.fully_sharded import fsdp_modules
 from verl_engine.testing.conformance.driver import Driver
 from verl_engine.testing.conformance.reference import (
     make_sequences,
@@ -17,7 +18,6 @@ from verl_engine.testing.conformance.reference import (
     relative_error,
     weighted_loss,
 )
-from verl_fsdp.fsdp2.passes import fsdp_modules
 
 if TYPE_CHECKING:
     from pathlib import Path

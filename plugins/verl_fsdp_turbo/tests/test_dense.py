@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from plugins.verl_fsdp_turbo.tests.on_ranks import build, build_another, forget_division, refusal
+from verl_engine.engine.fully_sharded import fsdp_modules
 from verl_engine.testing.conformance.driver import Driver, differences
 from verl_engine.testing.conformance.reference import (
     accumulate,
@@ -22,7 +23,6 @@ from verl_engine.testing.conformance.reference import (
     relative_error,
 )
 from verl_engine.testing.tiny_models import write_tiny_model
-from verl_fsdp.fsdp2.passes import fsdp_modules
 from verl_fsdp_turbo.library import Library
 from verl_fsdp_turbo.library_config import library_config
 

@@ -114,7 +114,10 @@ class PackedBatch:
 
     @property
     def segment_runs(self) -> tuple[SegmentRun, ...]:
-        """The sequences grouped into runs of equal length, in order."""
+        """The sequences grouped into runs of equal length, in order.
+
+        Each has `num_sequences`, their ``length``, and ``start`` and ``stop``: its first token, and the one after.
+        """
         runs: list[SegmentRun] = []
         start = 0
         for length, same in groupby(self.lengths):

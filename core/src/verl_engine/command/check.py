@@ -2,10 +2,11 @@
 
 import contextlib
 import importlib.util
+import json
 import sys
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -34,7 +35,9 @@ def check(
         typer.Option(metavar="CHECK", help="Only checks whose name starts so; may be repeated.", show_default=False),
     ] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="For each step of a check.")] = 60.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a line of JSON for each check when it ends, and one for all.")
+    ] = False,
 ) -> int:
     """Prove an installed plugin right by the kit of its kind; its source is not needed.
 
@@ -48,7 +51,7 @@ def check(
 
     `verl-engine check fsdp2 --ranks 1 --only snapshots`
 
-    `verl-engine check mine fused=true --json | jq .failed`
+    `verl-engine check mine fused=true --json | tail -n 1 | jq .failed`
 
     docs/reference/conformance.md says what each check proves.
     """
@@ -56,11 +59,11 @@ def check(
     found = find_kind(kind, "--kind")
     kit_class, checks = _load_kit(found, only)
     _require_modules(found, name)
-    start = time.monotonic()
+    start, stdout = time.monotonic(), sys.stdout
     with contextlib.redirect_stdout(sys.stderr):  # what a plugin prints when it is loaded would spoil the JSON
         kit = kit_class(name, section, ranks=ranks, timeout_s=timeout)
         with contextlib.closing(kit):
-            outcomes = _run_all(kit, checks, is_quiet=as_json)
+            outcomes = _run_all(kit, checks, stdout if as_json else None)
     seconds = time.monotonic() - start
     if as_json:
         _print_json(kind, name, kit, outcomes, seconds)
@@ -113,24 +116,32 @@ def _chosen(every: Sequence[Any], prefixes: list[str] | None) -> list[Any]:
     return checks
 
 
-def _run_all(kit: Kit, checks: list[Any], *, is_quiet: bool) -> list[Any]:
-    if is_quiet:
-        return [kit.run(check) for check in checks]
-    from verl_engine.command.check_report import run_with_progress  # rich is slow to import
+def _run_all(kit: Kit, checks: list[Any], stdout: TextIO | None) -> list[Any]:
+    """Run checks one after the other; each is told when it ends, as JSON where that is asked for."""
+    if stdout is None:
+        from verl_engine.command.check_report import run_with_progress  # rich is slow to import
 
-    return run_with_progress(kit, checks)
+        return run_with_progress(kit, checks)
+    outcomes = []
+    for check in checks:
+        outcomes.append(kit.run(check))
+        stdout.write(json.dumps({"status": outcomes[-1].status, **_entry(outcomes[-1])}) + "\n")
+        stdout.flush()
+    return outcomes
 
 
 def _print_json(kind: str, name: str, kit: Kit, outcomes: list[Any], seconds: float) -> None:
-    import json  # not needed for the table
-
     found: dict[str, list[dict[str, Any]]] = {"passed": [], "failed": [], "skipped": []}
     for outcome in outcomes:
-        entry: dict[str, Any] = {"check": outcome.check.name, "seconds": round(outcome.seconds, 2)}
-        if outcome.status == "failed":
-            entry.update(error=outcome.reason, details=outcome.details)
-        elif outcome.status == "skipped":
-            entry.update(reason=outcome.reason)
-        found[outcome.status].append(entry)
+        found[outcome.status].append(_entry(outcome))
     report = {kind: name, "version": kit.version, "ranks": kit.ranks, "seconds": round(seconds, 1), **found}
-    sys.stdout.write(json.dumps(report, indent=2) + "\n")
+    sys.stdout.write(json.dumps(report) + "\n")
+
+
+def _entry(outcome: Any) -> dict[str, Any]:
+    entry: dict[str, Any] = {"check": outcome.check.name, "seconds": round(outcome.seconds, 2)}
+    if outcome.status == "failed":
+        entry.update(error=outcome.reason, details=outcome.details)
+    elif outcome.status == "skipped":
+        entry.update(reason=outcome.reason)
+    return entry

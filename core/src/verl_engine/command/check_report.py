@@ -18,14 +18,18 @@ STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 
 
 def run_with_progress(kit: Kit, checks: list[Any]) -> list[Any]:
-    """Run checks one after the other; on a terminal, say which is running."""
+    """Run checks one after the other; on a terminal, say which is running, and at once what failed."""
     console = Console(highlight=False, stderr=True)
     outcomes: list[Any] = []
     with Live(console=console, transient=True, refresh_per_second=8) as live:
         for number, check in enumerate(checks, start=1):
             if console.is_terminal:
-                live.update(Spinner("dots", Text(f"{number}/{len(checks)} {check.name}: {check.proves}")))
+                failed = sum(outcome.status == "failed" for outcome in outcomes)
+                counts = f"{number}/{len(checks)}" + (f", {failed} failed" if failed else "")
+                live.update(Spinner("dots", Text(f"{counts} {check.name}: {check.proves}")))
             outcomes.append(kit.run(check))
+            if console.is_terminal and outcomes[-1].status == "failed":
+                console.print(Text(f"{check.name} failed: {outcomes[-1].reason}", style=STYLES["failed"]))
     return outcomes
 
 

@@ -133,6 +133,7 @@ class EngineConfig(BaseModel):
             "entropy": self.entropy != "off",
             "router_replay": self.router_replay,
             "lora": self.lora is not None,
+            "dropout": self.dropout == "model",
         }
         return tuple(feature for feature, is_asked in asked.items() if is_asked)
 

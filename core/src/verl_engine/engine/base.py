@@ -78,7 +78,8 @@ class Engine(ABC):
         Args:
             batch: on the device.
             temperature: divides the logits before the softmax: a number, or [T] float32, one for each token.
-        Collectives: those of the model's parallelism; so each rank must run the same number of forwards.
+        Collectives: those of the model's parallelism; so each rank must run the same number of forwards, and in each
+            call a sharded model equally often, however many sequences it has: once, best.
         """
 
     @abstractmethod

@@ -14,6 +14,7 @@ from verl_engine.contract.optimizer_step import OptimizerStep
 from verl_engine.engine.base import DataParallel, Engine
 from verl_engine.engine.lr_schedule import lr_multiplier
 from verl_engine.engine.offload import PARTS, GradientSlot, Offload
+from verl_engine.engine.optimizer import adamw
 from verl_engine.engine.train_mode import set_train_mode
 from verl_engine.engine.weights.engine_weights import EngineWeights
 from verl_engine.engine.weights.held_dtypes import held_dtypes
@@ -248,20 +249,3 @@ def _configured_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any
     inits = (inspect.signature(vars(kind)["__init__"]) for kind in type(optimizer).__mro__ if "__init__" in vars(kind))
     arguments = {name for init in inits for name in init.parameters} - {"self", "params", "lr"} | {"initial_lr"}
     return [{key: value for key, value in group.items() if key in arguments} for group in optimizer.param_groups]
-
-
-def adamw(parameters: dict[str, torch.nn.Parameter], config: EngineConfig, device: Device) -> torch.optim.AdamW:
-    """Build AdamW as configured."""
-    trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
-    on_vectors = config.weight_decay if config.decay_vectors else 0.0
-    groups = [
-        {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [parameter for parameter in trained if parameter.ndim <= 1], "weight_decay": on_vectors},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.learning_rate,
-        betas=config.betas,
-        eps=config.eps,
-        fused=device.kind in ("cpu", "cuda"),
-    )

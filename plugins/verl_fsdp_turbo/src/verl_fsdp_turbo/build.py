@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from verl_engine.contract.errors import ConfigError, ModelError
+from verl_engine.engine.abandoned_pass import groups_of
+from verl_engine.engine.fully_sharded import fsdp_modules
 from verl_engine.engine.weights.engine_weights import EngineWeights
 from verl_fsdp.engine import ShardedEngine, device_of_rank
-from verl_fsdp.fsdp2.abandoned_pass import groups_of
-from verl_fsdp.fsdp2.passes import fsdp_modules
 from verl_fsdp.mesh import divide_data
 from verl_fsdp.model.float32_parts import float32_parameters
 from verl_fsdp.model.loading import load_model

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from verl_engine.engine.fully_sharded import FullyShardedPasses
 from verl_fsdp.forward.micro_batch import MicroBatchForward
-from verl_fsdp.fsdp2.passes import FullyShardedPasses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

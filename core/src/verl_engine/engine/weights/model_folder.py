@@ -15,7 +15,7 @@ from verl_engine.engine.weights.model_files import ModelFiles, saved_config
 from verl_engine.engine.weights.module_weights import is_first_rank, kept_by_first_rank, write_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
 _log: Final = logging.getLogger(__name__)
 
@@ -51,6 +51,36 @@ class ModelFolderWriter:
             self._files.write(partial, saved_config(_own(source, model.config), dtype, [name], is_critic=is_critic))
 
         write_folder(folder, write)
+
+
+def write_model_folder(
+    weights: Iterable[tuple[str, torch.Tensor]], files: ModelFiles, folder: Path, architectures: Sequence[str] = ()
+) -> None:
+    """Write a Hugging Face folder where the model is not one of transformers. Every rank calls it; the first writes.
+
+    Args:
+        weights: full ones, under Hugging Face names, tied ones once, as `Engine.full_weights` yields them. The first
+            rank keeps a copy of all of them on the CPU meanwhile, the others of none.
+        files: of the folder that the model was loaded from; config.json is written as it was there, but for the dtype.
+        folder: replaced if it exists, when the new one is whole.
+        architectures: of transformers, which read the weights; by default those that config.json names.
+    Raises:
+        WeightsError: the first rank could not write it.
+    Collectives: those of taking the weights, then a broadcast.
+    """
+    state = kept_by_first_rank(weights)
+    config = files.config() or {}
+    is_critic = any("Classification" in name for name in architectures or config.get("architectures") or ())
+
+    def write(partial: Path) -> None:
+        from huggingface_hub import save_torch_state_dict  # comes with transformers
+
+        partial.mkdir(parents=True)
+        save_torch_state_dict(state, partial)
+        dtype = main_dtype(tensor.dtype for tensor in state.values())
+        files.write(partial, saved_config(config, dtype, architectures, is_critic=is_critic))
+
+    write_folder(folder, write)
 
 
 def _write_weights(model: Any, state: dict[str, torch.Tensor], partial: Path) -> None:

@@ -11,10 +11,13 @@ from verl_engine.contract.errors import ConfigError, ModelError
 from verl_engine.testing.conformance.check import SkipCheckError, require
 from verl_engine.testing.conformance.driver import Driver
 from verl_engine.testing.conformance.gradient_probe import PROBE_SETTINGS, GradientProbe
+from verl_engine.testing.conformance.reference import furthest_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    import torch
 
     from verl_engine.testing.conformance.check import Subject
 
@@ -55,7 +58,7 @@ class Bench:
     def driver(self, kind: str = "plain", **settings: Any) -> Driver:
         """Build an engine from a tiny model; unless told otherwise, one that draws dropout where train mode counts."""
         if kind in ("dropout", "buffered"):
-            settings = {"dropout": "model", **settings}
+            settings = {**self.with_dropout(), **settings}
         folder = self.model(kind)
         if kind in ("plain", "other"):
             return Driver(self.subject.section(**settings), folder, self.rank, self.world_size)
@@ -69,6 +72,10 @@ class Bench:
         if found is None:
             raise SkipCheckError(f"the backend refuses the {kind} model that this takes: {refusal}")
         return found
+
+    def with_dropout(self) -> dict[str, Any]:
+        """Return the setting that has the model's dropout drawn in training; nothing where that is a gap."""
+        return {} if "dropout" in self.gaps else {"dropout": "model"}
 
     def probe(self, kind: str = "plain", **settings: Any) -> GradientProbe:
         """Build an engine whose gradient can be read."""
@@ -85,6 +92,17 @@ class Bench:
         wrong = [rank for rank, is_ok in enumerate(self.gather(bool(is_right))) if not is_ok]
         where = "" if len(wrong) == self.world_size else f" (on rank {', '.join(map(str, wrong))})"
         require(not wrong, message + where)
+
+    def require_gradient(
+        self,
+        found: Mapping[str, torch.Tensor],
+        expected: Mapping[str, torch.Tensor],
+        what: str,
+        tolerance: float = 1e-5,
+    ) -> None:
+        """Fail on all ranks where a gradient is off by more, relative to the largest entry; names the weight."""
+        name, error = furthest_gradient(found, expected)
+        self.require_everywhere(error <= tolerance, f"{what} is off by {error:.3g}, relatively, most of all {name}'s")
 
     def setting_of(self, feature: str) -> dict[str, Any]:
         """Return the field that switches a feature on.

@@ -89,16 +89,22 @@ def before_first_step(bench: Bench) -> None:
         bench.require_everywhere(difference == "none", f"the first step {what}: {difference}")
 
 
-def nothing_there(bench: Bench) -> None:
-    """A folder without a whole checkpoint is refused with a WeightsError."""
-    driver = bench.driver()
-    is_refused = False
-    try:
-        with _store(bench) as store:
-            store.load(driver.engine)
-    except WeightsError:
-        is_refused = True
-    bench.require_everywhere(is_refused, "resuming from an empty folder raised no WeightsError")
+def refusals(bench: Bench) -> None:
+    """An empty folder and another model's checkpoint are refused with a WeightsError, and change nothing."""
+    driver, other = bench.driver(), bench.driver("tied")
+    before = driver.weights()
+    with _store(bench) as store:
+        for what in ("an empty folder", "another model's checkpoint"):
+            if what != "an empty folder":
+                store.save(other.engine, 1, wait=True)
+            is_refused = False
+            try:
+                store.load(driver.engine)
+            except WeightsError:
+                is_refused = True
+            bench.require_everywhere(is_refused, f"resuming from {what} raised no WeightsError")
+            found = differences(driver.weights(), before)
+            bench.require_everywhere(found == "none", f"{what} was refused, and changed the weights: {found}")
 
 
 def in_background(bench: Bench) -> None:
@@ -174,24 +180,33 @@ def buffers(bench: Bench) -> None:
     driver, fresh = bench.driver("buffered"), bench.driver("buffered")
     _train(driver, 0)
     sequences = make_sequences(5)
+    before = driver.infer(sequences)
+    bench.require_everywhere(
+        _same(before, bench.gather(before)[0]),
+        "after a training step ranks give other log-probs than rank 0: their buffers differ, and a checkpoint holds "
+        "one rank's; bring them together after each step",
+    )
     with _store(bench) as store:
         store.save(driver.engine, 1, wait=True)
         store.load(fresh.engine)
-    pairs = zip(fresh.infer(sequences), driver.infer(sequences), strict=True)
     bench.require_everywhere(
-        all(torch.equal(found, expected) for found, expected in pairs),
+        _same(fresh.infer(sequences), before),
         "after a resume log-probs differ: buffers that changed in training were lost",
     )
+
+
+def _same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 CHECKS = (
     Check("checkpoints/resume", (all_ranks(train_and_save), all_ranks(resume)), ("checkpoints",)),
     Check("checkpoints/before_first_step", (all_ranks(before_first_step),), ("checkpoints",)),
-    Check("checkpoints/nothing_there", (all_ranks(nothing_there),), ("checkpoints",)),
+    Check("checkpoints/refusals", (all_ranks(refusals),), ("checkpoints",)),
     Check("checkpoints/in_background", (all_ranks(in_background),), ("checkpoints",)),
     Check("checkpoints/random_numbers", (all_ranks(train_with_dropout), all_ranks(random_numbers)), ("checkpoints",)),
     Check("checkpoints/keep_last", (all_ranks(keep_last),), ("checkpoints",)),
-    Check("checkpoints/buffers", (all_ranks(buffers),), ("checkpoints",)),
+    Check("checkpoints/buffers", (all_ranks(buffers),), ("checkpoints", "dropout")),
     Check(
         "checkpoints/to_fewer_ranks",
         (all_ranks(train_and_save), one_rank(resume_elsewhere)),

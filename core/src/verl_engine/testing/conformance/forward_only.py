@@ -35,7 +35,7 @@ def log_probs(bench: Bench) -> None:
 
 
 def refusal(bench: Bench) -> None:
-    """Training is refused with an UnsupportedError, and leaves the weights as they are."""
+    """Training is refused with an UnsupportedError and leaves the weights as they are; there is no optimizer."""
     driver = bench.driver(forward_only=True)
     before = driver.weights()
     message = ""
@@ -46,6 +46,8 @@ def refusal(bench: Bench) -> None:
     bench.require_everywhere("forward_only" in message, f"training must name engine.forward_only; it said {message!r}")
     found = differences(driver.weights(), before)
     bench.require_everywhere(found == "none", f"a refused step changed the weights: {found}")
+    has_optimizer = "checkpoints" not in bench.gaps and bool(driver.engine.state_dict().get("optimizer"))
+    bench.require_everywhere(not has_optimizer, "the state of a forward-only engine holds that of an optimizer")
 
 
 def refreshed(bench: Bench) -> None:

@@ -82,6 +82,6 @@ def _reductions(bench: Bench, **settings: Any) -> tuple[int, int]:
 
 CHECKS = (
     Check("gradient_sync/hook_calls", (all_ranks(hook_calls),)),
-    Check("gradient_sync/last_only", (all_ranks(last_only),), ("multi_rank",)),
+    Check("gradient_sync/last_only", (all_ranks(last_only),), ("multi_rank", "last_micro_batch_sync")),
     Check("gradient_sync/every_micro_batch", (all_ranks(every_micro_batch),), ("multi_rank", "every_micro_batch_sync")),
 )

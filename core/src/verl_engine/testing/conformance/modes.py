@@ -67,6 +67,6 @@ def dropout_is_off(bench: Bench) -> None:
 
 CHECKS = (
     Check("modes/inference", (all_ranks(inference_is_in_eval_mode),)),
-    Check("modes/training", (all_ranks(training_is_in_train_mode),)),
+    Check("modes/training", (all_ranks(training_is_in_train_mode),), ("dropout",)),
     Check("modes/dropout_off", (all_ranks(dropout_is_off),)),
 )

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, cast
 
 import torch.distributed as dist
 
+from verl_engine.engine.fully_sharded import FullyShardedPasses
 from verl_engine.engine.weights.engine_weights import EngineWeights
 from verl_fsdp.engine import ShardedEngine, device_of_rank
 from verl_fsdp.forward.micro_batch import MicroBatchForward
 from verl_fsdp.fsdp2.parallelize import shard
-from verl_fsdp.fsdp2.passes import FullyShardedPasses
 from verl_fsdp.mesh import build_meshes
 from verl_fsdp.model.loading import load_model
 from verl_fsdp.update.grad_norm import clip_by_norm

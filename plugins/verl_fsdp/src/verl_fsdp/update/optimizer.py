@@ -6,22 +6,19 @@ import difflib
 import importlib
 import inspect
 import re
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from verl_engine.contract.errors import ConfigError
-from verl_engine.engine.checkpoints.module import PART_OF
+from verl_engine.engine.optimizer import is_fused_on
+from verl_engine.engine.optimizer import parameter_groups as divide_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from verl_engine.engine.device import Device
     from verl_fsdp.config import ParameterGroup, ShardedConfig
-
-_FUSED_ON: Final = ("cpu", "cuda")
-"""Devices whose AdamW has a fused form: one pass over all parameters. Elsewhere torch takes its foreach form."""
 
 
 def build_optimizer(
@@ -48,7 +45,7 @@ def build_optimizer(
     groups = parameter_groups(parameters, config, num_dims)
     arguments: dict[str, Any] = {"lr": config.learning_rate}
     if kind is torch.optim.AdamW:
-        arguments |= {"betas": config.betas, "eps": config.eps, "fused": device.kind in _FUSED_ON}
+        arguments |= {"betas": config.betas, "eps": config.eps, "fused": is_fused_on(device)}
     arguments |= config.optimizer_options
     try:
         optimizer = kind(groups, **arguments)
@@ -134,29 +131,19 @@ def require_entrywise(config: ShardedConfig) -> None:
 def parameter_groups(
     parameters: Mapping[str, torch.nn.Parameter], config: ShardedConfig, num_dims: Mapping[str, int] | None = None
 ) -> list[dict[str, Any]]:
-    """Divide the trained parameters by their settings; the arguments are those of `build_optimizer`.
-
-    Sharded parameters of different meshes, and plain ones, are kept apart: the fused and foreach forms of torch's
-    optimizers take no mix. In a checkpoint they are one group again.
-    """
-    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    """Divide the trained parameters by their settings; the arguments are those of `build_optimizer`."""
     chosen = _first_matches(parameters, config.parameter_groups)
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for name, parameter in trained.items():
+
+    def settings(name: str, parameter: torch.nn.Parameter) -> dict[str, float]:
         is_vector = (parameter.ndim if num_dims is None else num_dims[name]) <= 1
         decay, scale = (0.0 if is_vector and not config.decay_vectors else config.weight_decay), 1.0
         group = chosen.get(name)
         if group is not None:
             decay = decay if group.weight_decay is None else group.weight_decay
             scale = group.learning_rate_scale
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        settings = {"lr": config.learning_rate * scale, "weight_decay": decay}
-        found.setdefault((decay, scale, mesh), {"params": [], **settings})["params"].append(parameter)
-    settings_of = [key[:2] for key in found]
-    for key, made in found.items():
-        if settings_of.count(key[:2]) > 1:
-            made[PART_OF] = settings_of.index(key[:2])
-    return list(found.values())
+        return {"lr": config.learning_rate * scale, "weight_decay": decay}
+
+    return divide_parameters(parameters, settings)
 
 
 def _first_matches(

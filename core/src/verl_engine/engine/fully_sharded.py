@@ -7,12 +7,16 @@ from typing import Any, cast
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from verl_engine.engine.abandoned_pass import groups_of, reset_pass
 from verl_engine.engine.offload import GradientSlot
-from verl_fsdp.fsdp2.abandoned_pass import groups_of, reset_pass
 
 
 class FullyShardedPasses:
-    """Of a model whose root and blocks were given to ``fully_shard``, by whoever; see `verl_fsdp.engine.Passes`."""
+    """What a model holds between a forward and a step whose root and blocks were given to ``fully_shard``.
+
+    An engine calls `gradient_sync` and `gradient_slots` in its own methods of these names, `forget_gradients` in
+    ``drop_gradients``, `recover` in ``zero_grad`` and after a failed forward, `reshard` after one without gradient.
+    """
 
     def __init__(self, root: FSDPModule, *, keep_unsharded: bool = False) -> None:
         """Look at a sharded model.
@@ -28,7 +32,14 @@ class FullyShardedPasses:
 
     @contextmanager
     def gradient_sync(self, *, reduce: bool, is_last: bool = True) -> Iterator[None]:
-        """Reduce gradients, or not. Afterwards all switches are as they were, also after an exception."""
+        """Reduce gradients in the backward inside, or keep each rank's own unreduced in float32.
+
+        Afterwards all switches are as they were, also after an exception.
+
+        Args:
+            reduce: whether to.
+            is_last: whether this is the last micro-batch.
+        """
         with self._parameters_kept(is_last=is_last) if self._keep_unsharded else nullcontext():
             self._root.set_requires_gradient_sync(reduce)
             try:

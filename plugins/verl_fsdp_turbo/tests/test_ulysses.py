@@ -22,7 +22,7 @@ from verl_engine.testing.tiny_models import tiny_config
 from verl_fsdp_turbo.ulysses import block_mask, require_splittable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from verl_engine.testing.rank_pool import RankPool
@@ -54,11 +54,12 @@ def has_function_patches(_rank: int) -> bool:
 
 
 @pytest.fixture
-def patching(ranks: RankPool) -> RankPool:
-    """Two processes, where the library can replace functions; older releases cannot."""
+def patching(ranks: RankPool) -> Iterator[RankPool]:
+    """Two processes, where the library can replace functions; older releases cannot. They end: it keeps its groups."""
     if not all(ranks.run(has_function_patches)):
         pytest.skip("this release of the library has no ulysses_function_patches")
-    return ranks
+    yield ranks
+    ranks.close()
 
 
 def as_without(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[dict[str, float], int]:

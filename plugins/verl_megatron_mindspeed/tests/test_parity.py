@@ -100,10 +100,10 @@ def alone(rank_pools: RankPools, folders: dict[str, Path]) -> dict[str, Record]:
 
 
 def check(found: Record, right: Record, tolerance: float = 1e-5) -> None:
-    """Compare trainings; norms may be off by ten times as much as the rest."""
+    """Compare trainings; all but losses may be off by ten times as much: Adam makes a part of a step of rounding."""
     assert found.losses == pytest.approx(right.losses, abs=tolerance)
     assert found.norms == pytest.approx(right.norms, abs=10 * tolerance)
-    assert furthest(found.weights, right.weights)[1] <= tolerance
+    assert furthest(found.weights, right.weights)[1] <= 10 * tolerance
     assert furthest(found.log_probs, right.log_probs)[1] <= 10 * tolerance
 
 
@@ -145,7 +145,7 @@ def test_one_process_trains_as_transformers_does(folders: dict[str, Path], alone
     assert alone[name].losses == pytest.approx(run.losses, abs=1e-5)
     assert alone[name].norms == pytest.approx(run.norms, abs=1e-4)
     if name != "experts":  # there transformers keeps all experts of a layer in one tensor
-        assert furthest({key: alone[name].weights[key] for key in weights}, weights)[1] <= 1e-5
+        assert furthest({key: alone[name].weights[key] for key in weights}, weights)[1] <= 1e-4
 
 
 @pytest.mark.parametrize(

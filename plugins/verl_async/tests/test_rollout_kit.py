@@ -35,7 +35,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_the_embedded_engine_passes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["check", "embedded", "--kind", "rollout", "--json"])
-    report = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["failed"] == []
     assert report["skipped"] == []
     assert [entry["check"] for entry in report["passed"]] == [check.name for check in CHECKS]

@@ -86,7 +86,7 @@ from verl_engine import KindSpec
 SPICE = KindSpec("spice", "toy.spices", "dish.spice", kit="toy_kit:Kit")
 
 class Kit:
-    def __init__(self, name, settings, *, ranks, timeout_s):
+    def __init__(self, name, settings, *, ranks=3, timeout_s):
         self.version, self.ranks, self.settings = "toy 1.0", ranks, settings
 
     @staticmethod
@@ -105,9 +105,10 @@ class Kit:
     arguments = ("check", "pepper", "--kind", "spice", "--only", "taste", "--json")
     assert run(*arguments, "fails=taste/hot") == 1
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (report["spice"], report["version"]) == ("pepper", "toy 1.0")
+    assert (report["spice"], report["version"], report["ranks"]) == ("pepper", "toy 1.0", 3)
     assert [entry["check"] for entry in report["failed"] + report["passed"]] == ["taste/hot", "taste/sweet"]
-    assert run(*arguments, "fails=look/red") == 0
+    assert run(*arguments, "--ranks", "1", "fails=look/red") == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["ranks"] == 1
 
 
 def test_listing_every_kind_imports_no_plugin_and_no_framework() -> None:

@@ -91,6 +91,8 @@ def test_outputs_are_asked_for_by_name(worker: EngineWorker) -> None:
     assert found["log_probs"].tolist() == log_probs(worker)
     with pytest.raises(ConfigError, match=r"name='logprobs' must be one of log_probs, entropy, values, routed_experts"):
         worker.infer_outputs([[SEQUENCE]], ("logprobs",))  # type: ignore[arg-type] # as a caller may who does not check
+    with pytest.raises(ConfigError, match="top_k=-1 must be the number of ids to find, or 0"):
+        worker.infer_outputs([[SEQUENCE]], ("top_k_ids",), top_k=-1)
     unasked: tuple[OutputName, ...] = ("entropy", "routed_experts")
     for name in unasked:
         with pytest.raises(UnsupportedError, match=r"the engine gives no .*; set engine"):

@@ -65,5 +65,7 @@ def test_every_check_has_a_mutant_and_every_feature_a_check() -> None:
 def test_settings_that_the_kit_cannot_use_are_refused() -> None:
     with pytest.raises(ConfigError, match="leave dtype out"):
         RolloutKit("embedded", {"dtype": "bfloat16"})
+    with pytest.raises(ConfigError, match="ranks=2 must be left out"):
+        RolloutKit("embedded", ranks=2)
     with pytest.raises(ConfigError, match="timeout=0"):
         RolloutKit("embedded", timeout_s=0)

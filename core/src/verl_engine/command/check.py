@@ -29,7 +29,10 @@ def check(
         typer.Argument(metavar="FIELD=VALUE", help="Fields of its section, for every check.", show_default=False),
     ] = None,
     kind: Annotated[str, typer.Option(metavar="KIND", help="Of plugin; `verl-engine plugins` lists them.")] = "backend",
-    ranks: Annotated[int, typer.Option(metavar="N", help="How many ranks, where a check wants several.")] = 2,
+    ranks: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="How many ranks, where a check wants several.", show_default=False),
+    ] = None,
     only: Annotated[
         list[str] | None,
         typer.Option(metavar="CHECK", help="Only checks whose name starts so; may be repeated.", show_default=False),
@@ -61,7 +64,8 @@ def check(
     _require_modules(found, name)
     start, stdout = time.monotonic(), sys.stdout
     with contextlib.redirect_stdout(sys.stderr):  # what a plugin prints when it is loaded would spoil the JSON
-        kit = kit_class(name, section, ranks=ranks, timeout_s=timeout)
+        given = {} if ranks is None else {"ranks": ranks}
+        kit = kit_class(name, section, timeout_s=timeout, **given)
         with contextlib.closing(kit):
             outcomes = _run_all(kit, checks, stdout if as_json else None)
     seconds = time.monotonic() - start
@@ -70,7 +74,8 @@ def check(
     else:
         from verl_engine.command.check_report import print_summary  # rich is slow to import
 
-        print_summary(f"{name} ({kit.version}), {ranks} ranks", outcomes, seconds)
+        number = f"{kit.ranks} rank{'s' * (kit.ranks > 1)}"
+        print_summary(f"{name} ({kit.version}), {number}", outcomes, seconds)
     return 1 if any(outcome.status == "failed" for outcome in outcomes) else 0
 
 

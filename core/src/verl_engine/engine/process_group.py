@@ -68,11 +68,11 @@ class SharedGroup:
     @contextmanager
     def owning(self) -> Iterator[None]:
         """Let those that use the process group own the further groups that are made inside, such as device meshes'."""
-        before = _groups()
+        before = process_groups()
         try:
             yield
         finally:
-            self.made += [group for group in _groups() if group not in before]
+            self.made += [group for group in process_groups() if group not in before]
 
     def leave(self) -> None:
         """End what the users of the group have made, if this is the last of them.
@@ -96,10 +96,10 @@ class SharedGroup:
 
 def is_alive(group: dist.ProcessGroup) -> bool:
     """Whether a process group was not ended yet."""
-    return group in _groups()
+    return group in process_groups()
 
 
-def _groups() -> tuple[dist.ProcessGroup, ...]:
+def process_groups() -> tuple[dist.ProcessGroup, ...]:
     """Return all groups that this process is in, in the order in which they were made."""
     return tuple(dist.distributed_c10d._world.pg_map)  # noqa: SLF001 - torch has no public list of them
 

@@ -66,7 +66,9 @@ def end_groups() -> None:
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+    from verl_engine.engine.process_group import process_groups
+
     _clear_sharding_prop_cache()  # torch takes equal meshes for one, and would go on with the groups of the first
-    for group in list(dist.distributed_c10d._world.pg_map):  # noqa: SLF001 - torch has no public list of them
+    for group in process_groups():
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)

@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from verl_engine.testing.conformance.catalogue import all_checks
-    from verl_engine.testing.conformance.check import Check, Outcome
+    from verl_engine.testing.conformance.check import Check
     from verl_engine.testing.conformance.inheritable import EngineConformance
     from verl_engine.testing.conformance.kit import ConformanceKit
+    from verl_engine.testing.kits import Outcome
 
 _HOMES = {
     "Check": "check",
     "ConformanceKit": "kit",
     "EngineConformance": "inheritable",  # needs pytest
-    "Outcome": "check",
+    "Outcome": "kit",
     "all_checks": "catalogue",
 }
 

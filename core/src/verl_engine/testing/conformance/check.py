@@ -57,19 +57,6 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What came of one check."""
-
-    check: Check
-    status: Literal["passed", "failed", "skipped"]
-    reason: str = ""
-    """Why it was skipped, or what is wrong."""
-    details: str = ""
-    """The traceback of a failure; of ranks that did not respond, where each of them is."""
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Subject:
     """What is checked."""
 

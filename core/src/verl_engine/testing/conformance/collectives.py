@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from verl_engine.engine.process_group import process_groups
+
 
 class ReductionCounter(TorchDispatchMode):
     """Counts reductions over groups within `ranks`, at torch's dispatcher: also those that C++ code calls."""
@@ -49,7 +51,5 @@ def _groups(args: tuple[Any, ...]) -> Iterator[set[int]]:
 
 def _group_of_name(name: str) -> dist.ProcessGroup | None:
     """Find a group that a functional collective names; its other text arguments name none."""
-    for group in dist.distributed_c10d._world.pg_map:  # noqa: SLF001 - resolving a name raises for unknown ones
-        if group.group_name == name:
-            return group
-    return None
+    # Resolving a name raises for unknown ones.
+    return next((group for group in process_groups() if group.group_name == name), None)

@@ -16,9 +16,10 @@ from verl_engine.contract.kinds import BACKEND
 from verl_engine.contract.validation import validate
 from verl_engine.host.backend_host import BackendHost
 from verl_engine.host.loading import find_plugin
-from verl_engine.testing.conformance.check import Check, Outcome, Phase, SkipCheckError, Subject
+from verl_engine.testing.conformance.check import Check, Phase, SkipCheckError, Subject
 from verl_engine.testing.conformance.fresh import FreshProcessError, run_fresh
 from verl_engine.testing.conformance.on_rank import prepare_rank, run_on_rank
+from verl_engine.testing.kits import Outcome
 from verl_engine.testing.rank_pool import RankError, RankPool
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""A rollout engine in its process, as today's loop uses it: a batch at a time."""
+"""A rollout engine in its process, as the rollout loop uses it: a batch at a time."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from verl_engine.contract.errors import ConfigError
 from verl_engine.contract.validation import validate
 from verl_engine.host.loading import find_plugin, load_entry
 from verl_engine.testing.conformance.check import SkipCheckError
+from verl_engine.testing.kits import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -43,17 +44,6 @@ class Check:
     def proves(self) -> str:
         """The rule, in a sentence."""
         return (inspect.getdoc(self.function) or "").partition("\n\n")[0].replace("\n", " ")
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What came of one check; as `verl_engine.testing.conformance.check.Outcome`."""
-
-    check: Check
-    status: str
-    reason: str = ""
-    details: str = ""
-    seconds: float = 0.0
 
 
 CHECKS = (
@@ -103,7 +93,7 @@ class RolloutKit:
         name: str,
         settings: Mapping[str, Any] | None = None,
         *,
-        ranks: int = 1,  # noqa: ARG002 - an engine decides on its processes itself
+        ranks: int = 1,
         timeout_s: float = 60.0,
     ) -> None:
         """Find and load the engine.
@@ -111,17 +101,20 @@ class RolloutKit:
         Args:
             name: as ``verl-engine plugins --kind rollout`` lists it.
             settings: fields of the rollout section, for every engine that is built.
-            ranks: not used; an engine decides on its processes itself.
+            ranks: 1; an engine decides on its processes itself.
             timeout_s: for each wait of a check, and for ten times as long the whole check.
         Raises:
-            ConfigError: `timeout_s` is no time, the settings do not fit, or ask for another dtype than float32.
+            ConfigError: `ranks` is not 1, `timeout_s` is no time, the settings do not fit, or ask for another dtype
+                than float32.
             PluginError: the engine cannot be loaded.
         """
+        if ranks != 1:
+            raise ConfigError(f"ranks={ranks} must be left out: a rollout engine decides on its processes itself")
         if not 0 < timeout_s < math.inf:
             raise ConfigError(f"timeout={timeout_s} must be a number of seconds above 0")
         entry = find_plugin(ROLLOUT, name)
         self.version = entry.origin
-        self.ranks = 1
+        self.ranks = ranks
         self._spec = load_entry(entry).spec
         self._timeout_s = timeout_s
         on_cpu = {"device": "cpu"} if "cpu" in self._spec.devices else {}
@@ -145,7 +138,8 @@ class RolloutKit:
         found: list[Outcome] = []
 
         def run() -> None:
-            status, reason, details = "passed", "", ""
+            status: Any = "passed"
+            reason = details = ""
             try:
                 check.function(self._bench)
             except SkipCheckError as skip:

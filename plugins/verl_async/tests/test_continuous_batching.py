@@ -79,6 +79,15 @@ def test_more_than_the_cache_holds_wait_and_are_read_again(tmp_path: Path) -> No
         generate(engine, [request(num=100)])
 
 
+def test_a_sample_that_needs_the_whole_cache_runs_alone_and_the_next_ones_after_it(tmp_path: Path) -> None:
+    model = qwen3()
+    requests = [request((1,) * 30, seed, num=6) for seed in range(3)]
+    wanted = alone(embedded(model, tmp_path / "wide"), requests)
+    engine = embedded(model, tmp_path / "narrow", max_cache_tokens=36)
+    for found, right in zip(generate(engine, requests), wanted, strict=True):
+        require_equal(found, right)
+
+
 def test_the_prompt_of_a_group_is_read_once_and_each_sample_has_its_seed(tmp_path: Path) -> None:
     engine = embedded(qwen3(), tmp_path)
     prompt = PROMPTS[2]

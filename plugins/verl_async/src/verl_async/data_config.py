@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from verl_engine.contract.bounded import LARGEST_COUNT, Count, Positive, Seed
+from verl_engine.contract.bounded import LARGEST_COUNT, Count, Seed
 from verl_engine.contract.strict_model import StrictModel
 
 _OURS: Final = frozenset(
@@ -32,7 +32,7 @@ class DataFileConfig(StrictModel):
 
     path: NamedPath
     """Parquet or JSONL file."""
-    weight: Positive | None = None
+    weight: float | None = Field(default=None, ge=1e-6, le=1e6)
     """Its share of the rows that are drawn, relative to the other files' weights; all files have one, or none. Without
     weights, the rows of all files are drawn alike, as if they were in one."""
 

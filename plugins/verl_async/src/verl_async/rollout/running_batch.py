@@ -98,7 +98,9 @@ class RunningBatch:
                 break
             if is_long:  # alone, and still too many: as many as there is room for
                 num_fitting = max(1, self._max_tokens // (longest + _SPARE_TOKENS))
-                self.waiting[0] = group[num_fitting:]
+                self.waiting.popleft()
+                if rest := group[num_fitting:]:
+                    self.waiting.appendleft(rest)
                 return group[:num_fitting]
             chosen.append(group)
             num_rows += len(group)

@@ -30,6 +30,9 @@ SETTINGS: Final[dict[str, Any]] = {
     "max_grad_norm": 0.05,
 }
 MAX_NORM: Final = 0.05
+OF_A_STEP: Final = 1e-4
+"""How far weights may be off after steps of 1e-2: Adam divides by the size of a gradient, so that the rounding of one
+near zero becomes a part of a step. What a wrong schedule or weight decay leaves is above 1e-3."""
 LARGE: Final = 2.0**12
 """Factor on a loss whose gradients overflow float16 at any usual loss scale to begin with."""
 
@@ -66,7 +69,7 @@ def adamw(bench: Bench) -> None:
     bench.require_everywhere(_close(norms, reference.norms, 1e-4), f"norms were {norms}, not {reference.norms}")
     worst, error = furthest(driver.weights(), expected)
     # The weights moved by up to 3e-2.
-    bench.require_everywhere(error <= 2e-5, f"{worst} is off by {error:.3g} after four steps")  # noqa: PLR2004
+    bench.require_everywhere(error <= OF_A_STEP, f"{worst} is off by {error:.3g} after four steps")
 
 
 def given_rate(bench: Bench) -> None:
@@ -80,7 +83,7 @@ def given_rate(bench: Bench) -> None:
     right = [SETTINGS["learning_rate"] * factor for factor in (0.3, 1.0, 1.0)]
     bench.require_everywhere(_close(rates, right), f"learning rates were {rates}, not {right}")
     worst, error = furthest(driver.weights(), expected)
-    bench.require_everywhere(error <= 2e-5, f"{worst} is off by {error:.3g} after a step at a given rate")  # noqa: PLR2004
+    bench.require_everywhere(error <= OF_A_STEP, f"{worst} is off by {error:.3g} after a step at a given rate")
 
 
 def decay_vectors(bench: Bench) -> None:
@@ -92,7 +95,7 @@ def decay_vectors(bench: Bench) -> None:
     for batch in batches:
         driver.train(batch)
     worst, error = furthest(driver.weights(), expected)
-    bench.require_everywhere(error <= 2e-5, f"{worst} is off by {error:.3g} with weight decay on vectors")  # noqa: PLR2004
+    bench.require_everywhere(error <= OF_A_STEP, f"{worst} is off by {error:.3g} with weight decay on vectors")
 
 
 def schedules(bench: Bench) -> None:

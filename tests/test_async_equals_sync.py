@@ -13,13 +13,13 @@ import transformers
 from examples.addition_data import prompt_row, save_model
 from tests.end_to_end import run
 from verl_async.algorithms.algorithm import Algorithm
-from verl_async.asynchrony.batches import SharePlan, build_sequences, with_advantages
-from verl_async.asynchrony.inputs import ModelTexts, read_training_prompts
-from verl_async.asynchrony.prompt_source import PromptSource
-from verl_async.asynchrony.samples import ScoredGroup
 from verl_async.data.rewards import Sample, load_reward, read_result
 from verl_async.data.tokenization import decode_response
 from verl_async.job import load_train_job
+from verl_async.orchestrator.batches import SharePlan, build_sequences, with_advantages
+from verl_async.orchestrator.inputs import ModelTexts, read_training_prompts
+from verl_async.orchestrator.prompt_source import PromptSource
+from verl_async.orchestrator.samples import ScoredGroup
 from verl_async.reward_config import RewardFunctionConfig
 from verl_async.rollout.embedded import EmbeddedEngine
 from verl_async.rollout.embedded_plugin import EmbeddedConfig

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from verl_async.asynchrony.timeline import Span
 from verl_async.command.run_job import JobKind, JobRequest, run_job
 from verl_async.job import load_train_job
+from verl_async.orchestrator.timeline import Span
 from verl_async.preflight import check_train_job
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from verl_async.asynchrony.listener import JobListener
-    from verl_async.asynchrony.timeline import Timeline
     from verl_async.config import TrainJob
+    from verl_async.orchestrator.listener import JobListener
+    from verl_async.orchestrator.timeline import Timeline
     from verl_async.report.output_folder import OutputFolder
 
 # Runs the command, then tells which heavy modules that took.

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import numpy as np
 
 from verl_async.algorithms.algorithm import Algorithm
-from verl_async.asynchrony.actors import BucketDelivery
-from verl_async.asynchrony.assembly import Actors, Watchers, assemble_training
-from verl_async.asynchrony.batches import build_sequences, with_advantages
-from verl_async.asynchrony.samples import Draw, EncodedPrompt, ScoredGroup
-from verl_async.asynchrony.scoring import Scorer
-from verl_async.asynchrony.timeline import Timeline
 from verl_async.config import AlgorithmConfig, RolloutConfig, TrainJob
 from verl_async.data.prompts import Prompt
 from verl_async.data.reward_pool import Score
 from verl_async.errors import RewardError
+from verl_async.orchestrator.actors import BucketDelivery
+from verl_async.orchestrator.assembly import Actors, Watchers, assemble_training
+from verl_async.orchestrator.batches import build_sequences, with_advantages
+from verl_async.orchestrator.samples import Draw, EncodedPrompt, ScoredGroup
+from verl_async.orchestrator.scoring import Scorer
+from verl_async.orchestrator.timeline import Timeline
 from verl_async.rollout.in_process import InlineTransport
 from verl_async.rollout.interface import Acknowledgement, Generation, SamplingParams
 from verl_engine.contract.engine_config import EngineConfig
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from verl_async.asynchrony.actors import ShareBatches
-    from verl_async.asynchrony.async_training import AsyncTraining
-    from verl_async.asynchrony.inputs import ModelTexts
-    from verl_async.asynchrony.policy_update import PolicyUpdate
     from verl_async.data.rewards import Sample
+    from verl_async.orchestrator.actors import ShareBatches
+    from verl_async.orchestrator.async_training import AsyncTraining
+    from verl_async.orchestrator.inputs import ModelTexts
+    from verl_async.orchestrator.policy_update import PolicyUpdate
     from verl_async.rollout.interface import GenerationRequest, WeightTransport
     from verl_engine.batch import sequence
     from verl_engine.engine.base import LossFn

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from verl_async.asynchrony.timeline import Span
 from verl_async.config import (
     EvaluationConfig,
     ModelConfig,
@@ -15,6 +14,7 @@ from verl_async.config import (
     TrainJob,
 )
 from verl_async.data_config import DataConfig, SftDataConfig
+from verl_async.orchestrator.timeline import Span
 from verl_async.report.record import RunRecord
 from verl_engine.contract.engine_config import EngineConfig
 

@@ -20,17 +20,17 @@ from plugins.verl_async.tests.fakes import (
     make_group,
     train_job,
 )
-from verl_async.asynchrony.async_training import group_figures
-from verl_async.asynchrony.staleness import prompts_between_syncs
 from verl_async.errors import RewardError
+from verl_async.orchestrator.async_training import group_figures
+from verl_async.orchestrator.staleness import prompts_between_syncs
 from verl_engine.contract.errors import StuckError, TrainingDivergedError, WeightsError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from verl_async.asynchrony.actors import BucketDelivery
-    from verl_async.asynchrony.async_training import AsyncTraining
     from verl_async.config import TrainJob
+    from verl_async.orchestrator.actors import BucketDelivery
+    from verl_async.orchestrator.async_training import AsyncTraining
     from verl_async.rollout.interface import Acknowledgement, GenerationRequest
 
 

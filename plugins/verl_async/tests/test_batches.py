@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins.verl_async.tests.fakes import learned, make_group
-from verl_async.asynchrony.batches import SharePlan, with_column, without_fields
+from verl_async.orchestrator.batches import SharePlan, with_column, without_fields
 from verl_engine.batch.sequence import Sequence
 
 

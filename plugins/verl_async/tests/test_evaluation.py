@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from plugins.verl_async.tests.fakes import FakeListener, FakePool, FakeRollout, encoded_prompts, make_scorer
-from verl_async.asynchrony.actors import RolloutWorker
-from verl_async.asynchrony.evaluation import Evaluation
-from verl_async.asynchrony.timeline import Timeline
 from verl_async.config import EvaluationConfig, RolloutConfig
+from verl_async.orchestrator.actors import RolloutWorker
+from verl_async.orchestrator.evaluation import Evaluation
+from verl_async.orchestrator.timeline import Timeline
 from verl_async.rollout.interface import SamplingParams
 from verl_engine.contract.errors import StuckError
 
@@ -109,7 +109,7 @@ def test_workers_finish_what_they_generate_first() -> None:
 
 
 def evaluation_request() -> GenerationRequest:
-    from verl_async.asynchrony.samples import Draw
+    from verl_async.orchestrator.samples import Draw
 
     return Draw(0, encoded_prompts(1)[0]).requests(1, SamplingParams(8), 0)[0]
 

@@ -11,16 +11,16 @@ import pytest
 from examples.addition_data import save_model
 from plugins.verl_async.tests.fakes import train_job
 from plugins.verl_async.tests.job_files import write_lines, write_prompts
-from verl_async.asynchrony.inputs import (
+from verl_async.config import SftJob
+from verl_async.data.order import Mix
+from verl_async.errors import DataError
+from verl_async.model_folder import remark_on_vocabulary
+from verl_async.orchestrator.inputs import (
     ModelTexts,
     read_evaluation_prompts,
     read_training_examples,
     read_training_prompts,
 )
-from verl_async.config import SftJob
-from verl_async.data.order import Mix
-from verl_async.errors import DataError
-from verl_async.model_folder import remark_on_vocabulary
 from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.errors import ConfigError, ModelError
 

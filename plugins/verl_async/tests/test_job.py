@@ -286,7 +286,10 @@ def test_a_job_has_steps_or_epochs(recipe: Path) -> None:
         ("data.prompts=[]", "data.prompts=[]: must be a file, or a list with at least one"),
         ("data.prompts=[{path: a.jsonl, weight: 1}, {path: b.jsonl}]", "the file at index 1 has no weight"),
         ("data.prompts=[{path: a.jsonl, weight: 1e-30}]", "must be greater than or equal to 0.000001"),
-        ("data.prompts=[{path: a.jsonl, weight: 0}]", "data.prompts[0].weight=0: must be greater than or equal to 0.000001"),
+        (
+            "data.prompts=[{path: a.jsonl, weight: 0}]",
+            "data.prompts[0].weight=0: must be greater than or equal to 0.000001",
+        ),
         ("data.prompts=[{file: a.jsonl}]", "data.prompts[0].path is missing"),
         ("data.overlong=cut", "data.overlong='cut': must be 'error' or 'drop'"),
         ("data.chat_template={tokenize: true}", "'tokenize' is set by the job itself; leave it out"),

@@ -19,8 +19,8 @@ from verl_engine.contract.errors import EngineError, StuckError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from verl_async.asynchrony.listener import JobListener
-    from verl_async.asynchrony.timeline import Timeline
+    from verl_async.orchestrator.listener import JobListener
+    from verl_async.orchestrator.timeline import Timeline
     from verl_async.report.output_folder import OutputFolder
 
 # One that finishes, and saves a model.

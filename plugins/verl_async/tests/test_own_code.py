@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from verl_async.asynchrony.inputs import ModelTexts
+from verl_async.orchestrator.inputs import ModelTexts
 from verl_async.rollout.model_loading import load_model
 from verl_engine.contract.errors import ModelError
 

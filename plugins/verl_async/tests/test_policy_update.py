@@ -10,16 +10,16 @@ import pytest
 
 from plugins.verl_async.tests.fakes import FakeTrainer, make_group
 from verl_async.algorithms.algorithm import Algorithm
-from verl_async.asynchrony.policy_update import PolicyUpdate
 from verl_async.config import AlgorithmConfig, KlConfig, TrainerConfig
 from verl_async.errors import RewardError
+from verl_async.orchestrator.policy_update import PolicyUpdate
 from verl_engine.contract.errors import ConfigError, StuckError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from verl_async.asynchrony.actors import ShareBatches
+    from verl_async.orchestrator.actors import ShareBatches
 
 
 def update_of(trainer: FakeTrainer, timeout_s: float = 5.0, **algorithm: Any) -> PolicyUpdate:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from plugins.verl_async.tests.fakes import encoded_prompts
-from verl_async.asynchrony.prompt_source import PromptSource
+from verl_async.orchestrator.prompt_source import PromptSource
 
 
 def test_rows_as_they_stand_epoch_after_epoch() -> None:

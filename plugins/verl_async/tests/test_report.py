@@ -17,7 +17,7 @@ from plugins.verl_async.tests.report_jobs import (
     train_metrics,
     train_record,
 )
-from verl_async.asynchrony.timeline import Span
+from verl_async.orchestrator.timeline import Span
 from verl_async.report.output_folder import OutputFolder
 from verl_async.report.record import RunRecord
 from verl_async.report.report import render_report, write_report

@@ -13,7 +13,7 @@ import pytest
 from core.tests.fake_distributions import write_distribution
 from plugins.verl_async.tests.embedded_models import PROMPTS, full_log_probs, qwen3, request
 from plugins.verl_async.tests.two_process_engine import TwoProcessEngine
-from verl_async.asynchrony.shared_slots import SharedMemoryTransport, SharedSlots
+from verl_async.orchestrator.shared_slots import SharedMemoryTransport, SharedSlots
 from verl_async.rollout.embedded_plugin import EmbeddedConfig
 from verl_async.rollout.in_process import generate
 from verl_async.rollout.interface import Acknowledgement

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 import pytest
 
 from plugins.verl_async.tests.fakes import STOP, FakeRollout, encoded_prompts, make_scorer
-from verl_async.asynchrony.actors import RolloutWorker
-from verl_async.asynchrony.prompt_source import PromptSource
-from verl_async.asynchrony.rollout_loop import RolloutLoop
-from verl_async.asynchrony.sample_queue import SampleQueue
-from verl_async.asynchrony.staleness import StalenessBudget
-from verl_async.asynchrony.timeline import Timeline
 from verl_async.config import RolloutConfig
+from verl_async.orchestrator.actors import RolloutWorker
+from verl_async.orchestrator.prompt_source import PromptSource
+from verl_async.orchestrator.rollout_loop import RolloutLoop
+from verl_async.orchestrator.sample_queue import SampleQueue
+from verl_async.orchestrator.staleness import StalenessBudget
+from verl_async.orchestrator.timeline import Timeline
 from verl_async.rollout.interface import SamplingParams
 from verl_engine.contract.errors import StuckError
 
 if TYPE_CHECKING:
-    from verl_async.asynchrony.samples import ScoredGroup
+    from verl_async.orchestrator.samples import ScoredGroup
     from verl_async.rollout.interface import Generation, GenerationRequest
 
 

@@ -8,8 +8,8 @@ from contextlib import suppress
 import pytest
 
 from plugins.verl_async.tests.fakes import FakeRollout, encoded_prompts
-from verl_async.asynchrony.actors import RolloutWorker
-from verl_async.asynchrony.samples import Draw
+from verl_async.orchestrator.actors import RolloutWorker
+from verl_async.orchestrator.samples import Draw
 from verl_async.rollout.interface import GenerationRequest, SamplingParams
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins.verl_async.tests.fakes import make_group
-from verl_async.asynchrony.sample_queue import SampleQueue
+from verl_async.orchestrator.sample_queue import SampleQueue
 from verl_engine.contract.errors import StuckError
 
 

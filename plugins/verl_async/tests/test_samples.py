@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from plugins.verl_async.tests.fakes import encoded_prompts, make_group
-from verl_async.asynchrony.samples import Draw, stream_seed
+from verl_async.orchestrator.samples import Draw, stream_seed
 from verl_async.rollout.interface import Generation, GenerationRequest, SamplingParams
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from plugins.verl_async.tests.fakes import FakeListener, FakeRollout, FakeTrainer, write_weights
-from verl_async.asynchrony import saving
-from verl_async.asynchrony.saving import LABEL, ModelSaver
 from verl_async.errors import RewardError
+from verl_async.orchestrator import saving
+from verl_async.orchestrator.saving import LABEL, ModelSaver
 from verl_async.report.output_folder import OutputError, OutputFolder
 from verl_engine.contract.errors import EngineError, StuckError
 

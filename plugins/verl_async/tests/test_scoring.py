@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from plugins.verl_async.tests.fakes import STOP, encoded_prompts, learned, make_scorer
-from verl_async.asynchrony.samples import Draw, EncodedPrompt, ScoredGroup
 from verl_async.data.prompts import Prompt
 from verl_async.errors import RewardError
+from verl_async.orchestrator.samples import Draw, EncodedPrompt, ScoredGroup
 from verl_async.rollout.interface import Generation
 
 if TYPE_CHECKING:
-    from verl_async.asynchrony.scoring import Scorer
+    from verl_async.orchestrator.scoring import Scorer
 
 DRAW = Draw(4, encoded_prompts(1)[0])
 RIGHT = Generation([11, 12, STOP], [-1.0] * 3, [0] * 3, "stop")

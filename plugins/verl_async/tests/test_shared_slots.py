@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 import pytest
 
-from verl_async.asynchrony.shared_slots import NUM_SLOTS, SharedSlots
+from verl_async.orchestrator.shared_slots import NUM_SLOTS, SharedSlots
 from verl_engine.contract.errors import WeightsError
 
 if TYPE_CHECKING:

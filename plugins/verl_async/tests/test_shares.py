@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl_async.asynchrony.shares import Shares
+from verl_async.orchestrator.shares import Shares
 
 
 def test_each_rank_has_a_share_of_its_own() -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_async.asynchrony.staleness import StalenessBudget, prompts_between_syncs
 from verl_async.config import AsyncTrainingConfig
+from verl_async.orchestrator.staleness import StalenessBudget, prompts_between_syncs
 
 
 def config(threshold: float, sync_step: int, require_batches: int) -> AsyncTrainingConfig:

@@ -11,15 +11,15 @@ import pytest
 
 from plugins.verl_async.tests.fakes import FakeListener, FakeRollout, FakeTexts, FakeTrainer, encoded_prompts
 from verl_async.algorithms.sft_loss import sft_loss
-from verl_async.asynchrony.assembly import Actors, Watchers, assemble_supervised
-from verl_async.asynchrony.timeline import Timeline
 from verl_async.config import SftJob
+from verl_async.orchestrator.assembly import Actors, Watchers, assemble_supervised
+from verl_async.orchestrator.timeline import Timeline
 from verl_engine.batch.sequence import Sequence
 from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.errors import StuckError
 
 if TYPE_CHECKING:
-    from verl_async.asynchrony.inputs import ModelTexts
+    from verl_async.orchestrator.inputs import ModelTexts
 
 
 def sft_job(num_steps: int = 3, timeout_s: float = 5.0, **evaluation: Any) -> SftJob:

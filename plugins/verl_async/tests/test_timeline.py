@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_async.asynchrony.timeline import WAITS, IdleRatios, Span, Timeline
+from verl_async.orchestrator.timeline import WAITS, IdleRatios, Span, Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import pytest
 
-from verl_async.asynchrony.waiting import TimeLimit, end, together, within
+from verl_async.orchestrator.waiting import TimeLimit, end, together, within
 from verl_engine.contract.errors import StuckError, WeightsError
 
 

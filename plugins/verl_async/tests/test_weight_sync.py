@@ -12,17 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins.verl_async.tests.fakes import FakeRollout, FakeTrainer, encoded_prompts
-from verl_async.asynchrony.actors import RolloutWorker
-from verl_async.asynchrony.samples import Draw
-from verl_async.asynchrony.weight_sync import WeightSync
 from verl_async.config import WeightSyncConfig
+from verl_async.orchestrator.actors import RolloutWorker
+from verl_async.orchestrator.samples import Draw
+from verl_async.orchestrator.weight_sync import WeightSync
 from verl_async.rollout.interface import Acknowledgement, SamplingParams
 from verl_engine.contract.errors import StuckError, WeightsError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from verl_async.asynchrony.actors import BucketDelivery
+    from verl_async.orchestrator.actors import BucketDelivery
 
 
 def sync_of(

@@ -15,8 +15,8 @@ from verl_async.report.summary import build_summary
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from verl_async.asynchrony.timeline import Timeline
     from verl_async.config import SftJob, TrainJob
+    from verl_async.orchestrator.timeline import Timeline
     from verl_async.report.output_folder import OutputFolder
     from verl_async.report.record import RunRecord
     from verl_async.report.summary import RunStatus

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from verl_async.asynchrony.listener import JobListener
-    from verl_async.asynchrony.timeline import Timeline
+    from verl_async.orchestrator.listener import JobListener
+    from verl_async.orchestrator.timeline import Timeline
     from verl_async.report.output_folder import OutputFolder
     from verl_async.report.summary import RunStatus
 
@@ -113,9 +113,9 @@ def framework_notes(job: TrainJob | SftJob) -> str:
 
 
 def _run(kind: JobKind[JobT], job: JobT, output: Path, *, overwrite: bool) -> None:
-    from verl_async.asynchrony.timeline import Timeline
     from verl_async.command.results import EndedJob, leave_results
     from verl_async.job import resolved
+    from verl_async.orchestrator.timeline import Timeline
     from verl_async.preflight import input_paths
     from verl_async.report.listeners import Listeners
     from verl_async.report.metrics_log import MetricsLog

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import ray
 
-from verl_async.asynchrony.waiting import end
+from verl_async.orchestrator.waiting import end
 from verl_async.ray.answers import ActorError, shortened
 from verl_async.ray.local_cluster import LocalCluster, token_in
 from verl_async.termination import signals_as_interrupt

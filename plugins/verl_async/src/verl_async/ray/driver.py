@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 import ray
 
 from verl_async.algorithms.reference_policy import reference_engine
-from verl_async.asynchrony.assembly import Actors, Watchers, assemble_supervised, assemble_training
-from verl_async.asynchrony.inputs import (
+from verl_async.job import with_steps
+from verl_async.orchestrator.assembly import Actors, Watchers, assemble_supervised, assemble_training
+from verl_async.orchestrator.inputs import (
     ModelTexts,
     read_evaluation_prompts,
     read_training_examples,
     read_training_prompts,
 )
-from verl_async.asynchrony.saving import ModelSaver
-from verl_async.asynchrony.waiting import within
-from verl_async.job import with_steps
+from verl_async.orchestrator.saving import ModelSaver
+from verl_async.orchestrator.waiting import within
 from verl_async.ray.cluster import ray_cluster
 from verl_async.ray.resources import ActorNeeds, divide_resources
 from verl_async.ray.rollout import RayRolloutClient
@@ -29,9 +29,9 @@ from verl_engine.contract.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from verl_async.asynchrony.listener import JobListener
-    from verl_async.asynchrony.timeline import Timeline
     from verl_async.config import SftJob, TrainJob
+    from verl_async.orchestrator.listener import JobListener
+    from verl_async.orchestrator.timeline import Timeline
     from verl_async.ray.cluster import Cluster
     from verl_async.report.output_folder import OutputFolder
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import ray
 
-from verl_async.asynchrony.rollout_host import RolloutHost
-from verl_async.asynchrony.waiting import end
+from verl_async.orchestrator.rollout_host import RolloutHost
+from verl_async.orchestrator.waiting import end
 from verl_async.ray.answers import answer
 from verl_async.rollout.interface import Completion
 from verl_async.rollout.kind import ROLLOUT
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from verl_async.asynchrony.actors import BucketDelivery
     from verl_async.config import RolloutConfig
+    from verl_async.orchestrator.actors import BucketDelivery
     from verl_async.rollout.interface import (
         Acknowledgement,
         Generation,

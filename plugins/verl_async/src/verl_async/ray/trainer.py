@@ -10,11 +10,11 @@ from urllib.parse import urlparse
 import ray
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without saying so
 
-from verl_async.asynchrony.actors import BucketDelivery
-from verl_async.asynchrony.shared_slots import SharedMemoryTransport
-from verl_async.asynchrony.shares import Shares
-from verl_async.asynchrony.trainer_host import TrainerHost
-from verl_async.asynchrony.waiting import within
+from verl_async.orchestrator.actors import BucketDelivery
+from verl_async.orchestrator.shared_slots import SharedMemoryTransport
+from verl_async.orchestrator.shares import Shares
+from verl_async.orchestrator.trainer_host import TrainerHost
+from verl_async.orchestrator.waiting import within
 from verl_async.ray.answers import answer, answers
 from verl_async.ray.local_cluster import LOOPBACK
 from verl_async.ray.notes import notes_of_packages
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from verl_async.asynchrony.actors import ShareBatches
     from verl_async.config import SftTrainerConfig, TrainerConfig
+    from verl_async.orchestrator.actors import ShareBatches
     from verl_async.rollout.interface import WeightTransport
     from verl_engine.batch.sequence import Sequence
     from verl_engine.contract.engine_config import EngineConfig

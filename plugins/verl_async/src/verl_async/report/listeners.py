@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from verl_async.asynchrony.listener import JobListener
+from verl_async.orchestrator.listener import JobListener
 from verl_async.report.saying import describe, warn
 
 if TYPE_CHECKING:

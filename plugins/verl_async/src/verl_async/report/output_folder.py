@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-    from verl_async.asynchrony.timeline import Span
+    from verl_async.orchestrator.timeline import Span
 
 _MARKER: Final = "metrics.jsonl"
 """Created first and exclusively: of two jobs that start on one folder, one gets it and the other is told."""

@@ -16,8 +16,8 @@ from verl_async.report.timeline_charts import timeline_charts, timeline_legend
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from verl_async.asynchrony.timeline import Span
     from verl_async.config import SftJob
+    from verl_async.orchestrator.timeline import Span
     from verl_async.report.output_folder import OutputFolder
     from verl_async.report.record import RunRecord
 

@@ -6,16 +6,16 @@ import math
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Final, Literal
 
-from verl_async.asynchrony.timeline import IdleRatios
 from verl_async.config import TrainJob
+from verl_async.orchestrator.timeline import IdleRatios
 from verl_engine.contract.kinds import BACKEND
 from verl_engine.host.catalog import origin_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from verl_async.asynchrony.timeline import Span
     from verl_async.config import SftJob
+    from verl_async.orchestrator.timeline import Span
     from verl_async.report.record import Recorded, RunRecord
 
 RunStatus = Literal["finished", "stopped early", "interrupted", "failed"]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from matplotlib.axes import Axes
 
-    from verl_async.asynchrony.timeline import Span
+    from verl_async.orchestrator.timeline import Span
 
     Array = npt.NDArray[np.float64]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from verl_async.asynchrony.samples import Draw
 from verl_async.data.order import Mix
+from verl_async.orchestrator.samples import Draw
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from verl_async.asynchrony.samples import EncodedPrompt
     from verl_async.data.order import EpochOrder, MixedOrder
+    from verl_async.orchestrator.samples import EncodedPrompt
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from verl_async.asynchrony.shared_slots import SharedSlots
+from verl_async.orchestrator.shared_slots import SharedSlots
 
 if TYPE_CHECKING:
     import numpy.typing as npt

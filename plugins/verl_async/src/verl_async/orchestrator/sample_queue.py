@@ -6,10 +6,10 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING
 
-from verl_async.asynchrony.waiting import within
+from verl_async.orchestrator.waiting import within
 
 if TYPE_CHECKING:
-    from verl_async.asynchrony.samples import ScoredGroup
+    from verl_async.orchestrator.samples import ScoredGroup
 
 
 class SampleQueue:

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
 from verl_async.algorithms.columns import OLD_LOG_PROBS, REF_LOG_PROBS, ROLLOUT_LOG_PROBS
-from verl_async.asynchrony.batches import (
+from verl_async.orchestrator.batches import (
     SharePlan,
     build_sequences,
     kl_of,
@@ -16,15 +16,15 @@ from verl_async.asynchrony.batches import (
     with_column,
     without_fields,
 )
-from verl_async.asynchrony.waiting import within
+from verl_async.orchestrator.waiting import within
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from verl_async.algorithms.algorithm import Algorithm
-    from verl_async.asynchrony.actors import Trainer
-    from verl_async.asynchrony.samples import ScoredGroup
     from verl_async.config import TrainerConfig
+    from verl_async.orchestrator.actors import Trainer
+    from verl_async.orchestrator.samples import ScoredGroup
     from verl_engine.batch.sequence import Sequence
     from verl_engine.engine.train_step import StepReport
 

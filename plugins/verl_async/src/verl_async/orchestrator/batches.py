@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from verl_async.algorithms.algorithm import Algorithm
     from verl_async.algorithms.kl import KlEstimator
-    from verl_async.asynchrony.actors import ShareBatches
-    from verl_async.asynchrony.samples import ScoredGroup
+    from verl_async.orchestrator.actors import ShareBatches
+    from verl_async.orchestrator.samples import ScoredGroup
 
 
 @dataclass(frozen=True, slots=True)

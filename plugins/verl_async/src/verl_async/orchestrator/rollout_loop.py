@@ -6,17 +6,17 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from verl_async.asynchrony.waiting import within
+from verl_async.orchestrator.waiting import within
 
 if TYPE_CHECKING:
-    from verl_async.asynchrony.actors import RolloutWorker
-    from verl_async.asynchrony.prompt_source import PromptSource
-    from verl_async.asynchrony.sample_queue import SampleQueue
-    from verl_async.asynchrony.samples import Draw
-    from verl_async.asynchrony.scoring import Scorer
-    from verl_async.asynchrony.staleness import StalenessBudget
-    from verl_async.asynchrony.timeline import Timeline
     from verl_async.config import RolloutConfig
+    from verl_async.orchestrator.actors import RolloutWorker
+    from verl_async.orchestrator.prompt_source import PromptSource
+    from verl_async.orchestrator.sample_queue import SampleQueue
+    from verl_async.orchestrator.samples import Draw
+    from verl_async.orchestrator.scoring import Scorer
+    from verl_async.orchestrator.staleness import StalenessBudget
+    from verl_async.orchestrator.timeline import Timeline
     from verl_async.rollout.interface import Generation, GenerationRequest, SamplingParams
 
 

@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
-from verl_async.asynchrony.samples import ScoredGroup
-from verl_async.asynchrony.waiting import together
 from verl_async.data.rewards import Sample
 from verl_async.data.tokenization import decode_response
+from verl_async.orchestrator.samples import ScoredGroup
+from verl_async.orchestrator.waiting import together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from transformers import PreTrainedTokenizerBase
 
-    from verl_async.asynchrony.samples import Draw
     from verl_async.data.reward_pool import Score
+    from verl_async.orchestrator.samples import Draw
     from verl_async.rollout.interface import Generation
 
 _MOST_SHOWN: Final = 20

@@ -10,16 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from verl_async.asynchrony.waiting import within
+from verl_async.orchestrator.waiting import within
 from verl_async.termination import only_ctrl_c_interrupts
 from verl_engine.contract.errors import EngineError, StuckError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from verl_async.asynchrony.actors import RolloutClient, Trainer
-    from verl_async.asynchrony.inputs import ModelTexts
-    from verl_async.asynchrony.listener import JobListener
+    from verl_async.orchestrator.actors import RolloutClient, Trainer
+    from verl_async.orchestrator.inputs import ModelTexts
+    from verl_async.orchestrator.listener import JobListener
     from verl_async.report.output_folder import OutputFolder
 
 _LAST_SAVE_S: Final = 60.0

@@ -6,28 +6,28 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verl_async.algorithms.algorithm import Algorithm
-from verl_async.asynchrony.actors import RolloutWorker
-from verl_async.asynchrony.async_training import AsyncTraining
-from verl_async.asynchrony.evaluation import Evaluation
-from verl_async.asynchrony.policy_update import PolicyUpdate
-from verl_async.asynchrony.prompt_source import PromptSource
-from verl_async.asynchrony.rollout_loop import RolloutLoop
-from verl_async.asynchrony.sample_queue import SampleQueue
-from verl_async.asynchrony.staleness import StalenessBudget, prompts_between_syncs
-from verl_async.asynchrony.supervised_training import SupervisedTraining
-from verl_async.asynchrony.weight_sync import WeightSync
+from verl_async.orchestrator.actors import RolloutWorker
+from verl_async.orchestrator.async_training import AsyncTraining
+from verl_async.orchestrator.evaluation import Evaluation
+from verl_async.orchestrator.policy_update import PolicyUpdate
+from verl_async.orchestrator.prompt_source import PromptSource
+from verl_async.orchestrator.rollout_loop import RolloutLoop
+from verl_async.orchestrator.sample_queue import SampleQueue
+from verl_async.orchestrator.staleness import StalenessBudget, prompts_between_syncs
+from verl_async.orchestrator.supervised_training import SupervisedTraining
+from verl_async.orchestrator.weight_sync import WeightSync
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from verl_async.asynchrony.actors import RolloutClient, Trainer
-    from verl_async.asynchrony.inputs import ModelTexts
-    from verl_async.asynchrony.listener import JobListener
-    from verl_async.asynchrony.samples import EncodedPrompt
-    from verl_async.asynchrony.scoring import Scorer
-    from verl_async.asynchrony.timeline import Timeline
     from verl_async.config import SftJob, TrainJob
     from verl_async.data.order import Mix
+    from verl_async.orchestrator.actors import RolloutClient, Trainer
+    from verl_async.orchestrator.inputs import ModelTexts
+    from verl_async.orchestrator.listener import JobListener
+    from verl_async.orchestrator.samples import EncodedPrompt
+    from verl_async.orchestrator.scoring import Scorer
+    from verl_async.orchestrator.timeline import Timeline
     from verl_engine.batch import sequence
 
 

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verl_async.algorithms.sft_loss import sft_loss
-from verl_async.asynchrony.batches import SharePlan
-from verl_async.asynchrony.waiting import within
 from verl_async.data.order import Mix
+from verl_async.orchestrator.batches import SharePlan
+from verl_async.orchestrator.waiting import within
 
 if TYPE_CHECKING:
-    from verl_async.asynchrony.actors import Trainer
-    from verl_async.asynchrony.evaluation import Evaluation
-    from verl_async.asynchrony.listener import JobListener
-    from verl_async.asynchrony.timeline import Timeline
-    from verl_async.asynchrony.weight_sync import WeightSync
     from verl_async.config import SftJob
+    from verl_async.orchestrator.actors import Trainer
+    from verl_async.orchestrator.evaluation import Evaluation
+    from verl_async.orchestrator.listener import JobListener
+    from verl_async.orchestrator.timeline import Timeline
+    from verl_async.orchestrator.weight_sync import WeightSync
     from verl_engine.batch.sequence import Sequence
     from verl_engine.engine.train_step import StepReport
 

@@ -8,22 +8,22 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from verl_async.asynchrony.waiting import end
+from verl_async.orchestrator.waiting import end
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from verl_async.asynchrony.evaluation import Evaluation
-    from verl_async.asynchrony.listener import JobListener
-    from verl_async.asynchrony.policy_update import PolicyUpdate
-    from verl_async.asynchrony.rollout_loop import RolloutLoop
-    from verl_async.asynchrony.sample_queue import SampleQueue
-    from verl_async.asynchrony.samples import ScoredGroup
-    from verl_async.asynchrony.scoring import Scorer
-    from verl_async.asynchrony.staleness import StalenessBudget
-    from verl_async.asynchrony.timeline import Timeline
-    from verl_async.asynchrony.weight_sync import WeightSync
     from verl_async.config import TrainJob
+    from verl_async.orchestrator.evaluation import Evaluation
+    from verl_async.orchestrator.listener import JobListener
+    from verl_async.orchestrator.policy_update import PolicyUpdate
+    from verl_async.orchestrator.rollout_loop import RolloutLoop
+    from verl_async.orchestrator.sample_queue import SampleQueue
+    from verl_async.orchestrator.samples import ScoredGroup
+    from verl_async.orchestrator.scoring import Scorer
+    from verl_async.orchestrator.staleness import StalenessBudget
+    from verl_async.orchestrator.timeline import Timeline
+    from verl_async.orchestrator.weight_sync import WeightSync
 
 
 @dataclass(slots=True)

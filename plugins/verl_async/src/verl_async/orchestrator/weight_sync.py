@@ -7,8 +7,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from verl_async.asynchrony.shared_slots import NUM_SLOTS
-from verl_async.asynchrony.waiting import TimeLimit, end, together, within
+from verl_async.orchestrator.shared_slots import NUM_SLOTS
+from verl_async.orchestrator.waiting import TimeLimit, end, together, within
 from verl_async.rollout.interface import Acknowledgement
 from verl_engine.contract.errors import WeightsError
 from verl_engine.engine.weights.bucket import combine_checksums
@@ -16,8 +16,8 @@ from verl_engine.engine.weights.bucket import combine_checksums
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from verl_async.asynchrony.actors import BucketDelivery, RolloutClient, RolloutWorker, Trainer
     from verl_async.config import WeightSyncConfig
+    from verl_async.orchestrator.actors import BucketDelivery, RolloutClient, RolloutWorker, Trainer
     from verl_engine.engine.weights.bucket import WeightBucket
 
 

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import transformers
 
-from verl_async.asynchrony.samples import EncodedPrompt
-from verl_async.asynchrony.scoring import Scorer
 from verl_async.data.examples import read_examples
 from verl_async.data.order import Mix
 from verl_async.data.prompts import read_prompts
@@ -27,6 +25,8 @@ from verl_async.data.tokenization import (
 )
 from verl_async.data_config import listed, weights_of
 from verl_async.errors import DataError, OverlongError
+from verl_async.orchestrator.samples import EncodedPrompt
+from verl_async.orchestrator.scoring import Scorer
 from verl_async.rollout.interface import SamplingParams
 from verl_async.rollout.positions import max_num_tokens
 from verl_engine.contract.errors import ConfigError, ModelError

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
-from verl_async.asynchrony.samples import Draw
-from verl_async.asynchrony.waiting import together, within
+from verl_async.orchestrator.samples import Draw
+from verl_async.orchestrator.waiting import together, within
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from verl_async.asynchrony.actors import RolloutWorker
-    from verl_async.asynchrony.listener import JobListener
-    from verl_async.asynchrony.samples import EncodedPrompt, ScoredGroup
-    from verl_async.asynchrony.scoring import Scorer
-    from verl_async.asynchrony.timeline import Timeline
     from verl_async.config import EvaluationConfig, RolloutConfig
+    from verl_async.orchestrator.actors import RolloutWorker
+    from verl_async.orchestrator.listener import JobListener
+    from verl_async.orchestrator.samples import EncodedPrompt, ScoredGroup
+    from verl_async.orchestrator.scoring import Scorer
+    from verl_async.orchestrator.timeline import Timeline
     from verl_async.rollout.interface import SamplingParams
 
 _SEED: Final = 0x6576616C

@@ -10,7 +10,7 @@ import pytest
 
 from core.tests.fake_distributions import write_distribution
 from core.tests.snapshot_engine import change
-from verl_engine import ConfigError, EngineConfig, EngineWorker, Sequence, UnsupportedError, WeightsError
+from verl_engine import BatchError, ConfigError, EngineConfig, EngineWorker, Sequence, UnsupportedError, WeightsError
 from verl_engine.contract.names import BACKENDS_GROUP
 from verl_engine.engine.snapshots.shared import SnapshotReader
 
@@ -91,7 +91,7 @@ def test_outputs_are_asked_for_by_name(worker: EngineWorker) -> None:
     assert found["log_probs"].tolist() == log_probs(worker)
     with pytest.raises(ConfigError, match=r"name='logprobs' must be one of log_probs, entropy, values, routed_experts"):
         worker.infer_outputs([[SEQUENCE]], ("logprobs",))  # type: ignore[arg-type] # as a caller may who does not check
-    with pytest.raises(ConfigError, match="top_k=-1 must be the number of ids to find, or 0"):
+    with pytest.raises(BatchError, match="top_k=-1 ids of each distribution; use 0 or more"):
         worker.infer_outputs([[SEQUENCE]], ("top_k_ids",), top_k=-1)
     unasked: tuple[OutputName, ...] = ("entropy", "routed_experts")
     for name in unasked:

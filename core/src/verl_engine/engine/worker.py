@@ -200,13 +200,11 @@ class EngineWorker:
             For each micro-batch and sequence, in the order given, the arrays by name, [L] or [L, ...].
         Raises:
             UnsupportedError: the config does not ask for one of them, or the backend declares the gap.
-            ConfigError: a name is another one, or `top_k` is negative.
-            BatchError: the vocabulary does not have `top_k` ids.
+            ConfigError: a name is another one.
+            BatchError: `top_k` is negative, or the vocabulary does not have so many ids.
         """
         for name in names:
             require_choice("name", name, OutputName)
-        if top_k < 0:
-            raise ConfigError(f"top_k={top_k} must be the number of ids to find, or 0")
         engine = self.engine
         engine.set_training(False)
         results: list[list[dict[str, npt.NDArray[Any]]]] = []

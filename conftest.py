@@ -108,7 +108,7 @@ def _is_of_kit(path: str) -> bool:
 
 
 def _thin_out(items: list[pytest.Item]) -> None:
-    """Mark as nightly what ``@pytest.mark.thinned(n)`` allows: all but a selection in which any n values meet."""
+    """Mark as nightly what ``@pytest.mark.thinned(…)`` allows; pyproject.toml says what it means."""
     matrices: dict[object, list[pytest.Function]] = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("thinned"):
@@ -116,8 +116,9 @@ def _thin_out(items: list[pytest.Item]) -> None:
             matrices[item.nodeid.partition("[")[0], run].append(item)
     for matrix in matrices.values():
         mark = matrix[0].get_closest_marker("thinned")
+        assert mark is not None
         rows = [{name: repr(value) for name, value in item.callspec.params.items()} for item in matrix]
-        kept = selection(rows, mark.args[0] if mark else 1)
+        kept = selection(rows, *mark.args) if mark.args else range(0, len(rows), mark.kwargs["one_in"])
         for index, item in enumerate(matrix):
             if index not in kept:
                 item.add_marker(pytest.mark.nightly)

@@ -36,6 +36,7 @@ def test_ctrl_c_saves_the_model_as_it_is(task: Task, tmp_path: Path) -> None:
     assert any((after[name] != before[name]).any() for name in before)
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(12, 13, 14)
 def test_a_lost_terminal_leaves_a_model_whose_generation_config_cannot_be_saved(task: Task, tmp_path: Path) -> None:
     model = tmp_path / "model"

@@ -157,6 +157,7 @@ def test_shards_on_the_cpu_do_not_alias_the_checkpoint(
     assert [difference for _, difference in pools[2].run(save_while_training, model_folder, tmp_path)] == ["none"] * 2
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("settings", [{}, {"lora": LORA}], ids=["plain", "with adapters"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_an_export_is_what_the_engine_exports(

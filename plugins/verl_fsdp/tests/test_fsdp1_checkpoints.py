@@ -69,6 +69,7 @@ def outlines(rank: int, folder: Path, backend: str, num_steps: int, settings: di
     return outline(driver.engine.state_dict())
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize(
     "settings", [{}, {"lora": {"rank": 4}}, {"param_dtype": "float16"}], ids=["whole", "lora", "fp16"]
 )

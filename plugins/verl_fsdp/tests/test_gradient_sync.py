@@ -224,6 +224,7 @@ def evaluate_between_steps(rank: int, folder: Path, settings: dict[str, Any]) ->
     assert gathered(engine) == []
 
 
+@pytest.mark.thinned(one_in=2)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -310,9 +311,8 @@ def gradients_after_interruptions(rank: int, folder: Path, settings: dict[str, A
                 assert relative_error(found, expected) <= 1e-7, (place, at, count)
 
 
-@pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=pytest.mark.nightly if index % 3 else []) for index, mode in enumerate(MODES)]
-)
+@pytest.mark.thinned(one_in=5)
+@pytest.mark.parametrize("mode", MODES)
 def test_after_an_abandoned_accumulation_the_next_gradient_is_a_fresh_engines(
     two_ranks: RankPool, model_folder: Path, mode: str
 ) -> None:

@@ -94,6 +94,7 @@ WAYS: Final[dict[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.thinned(one_in=2)
 @pytest.mark.dist
 @pytest.mark.parametrize("way", WAYS)
 def test_gradient_is_that_of_one_process(model_folder: Path, ranks: RankPool, way: str) -> None:

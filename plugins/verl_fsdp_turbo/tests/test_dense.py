@@ -67,6 +67,7 @@ def train_alone(folder: Path) -> Run:
     return losses, norms, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.thinned(one_in=2)
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "settings",

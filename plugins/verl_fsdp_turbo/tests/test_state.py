@@ -69,6 +69,7 @@ CASES: Final[dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
 }
 
 
+@pytest.mark.thinned(one_in=2)
 @pytest.mark.dist
 @pytest.mark.parametrize("case", CASES)
 def test_a_checkpoint_goes_on_in_another_layout_and_engine(tmp_path: Path, ranks: RankPool, case: str) -> None:

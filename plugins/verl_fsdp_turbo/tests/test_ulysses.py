@@ -96,6 +96,7 @@ def _furthest(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     return max(float((own - other).abs().max()) for own, other in zip(found, expected, strict=True))
 
 
+@pytest.mark.thinned(one_in=3)
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "settings",
@@ -119,6 +120,11 @@ def test_actor_reference_and_others_of_one_process_compute_what_they_compute_alo
 class TestSeveralEnginesThatSplitSequences(EngineConformance):
     backend = "fsdp_turbo"
     settings: ClassVar[Mapping[str, Any]] = BY_ENGINE | {"memory": {"recompute": True}}
+    only: ClassVar[tuple[str, ...]] = ("several_engines/in_turns",)
+
+
+@pytest.mark.nightly
+class TestSeveralEnginesThatSplitSequencesInAll(TestSeveralEnginesThatSplitSequences):
     only: ClassVar[tuple[str, ...]] = ("several_engines",)
 
 

@@ -63,6 +63,7 @@ def _resume(
 DIVISIONS: Final[dict[str, dict[str, Any]]] = {**LAYOUTS, "fsdp2": FSDP}
 
 
+@pytest.mark.thinned(one_in=3)
 @pytest.mark.parametrize(
     ("source", "targets"),
     [
@@ -82,6 +83,7 @@ def test_a_run_goes_on_under_any_other_division(
             assert furthest(found, weights)[1] < 1e-5, name
 
 
+@pytest.mark.thinned(one_in=2)
 @pytest.mark.parametrize("settings", [{}, WHOLE])
 def test_a_bfloat16_run_goes_on_bit_for_bit(
     ranks: RankPool, model_folder: Path, tmp_path: Path, settings: dict[str, Any]

@@ -51,6 +51,7 @@ def train_late(rank: int, folder: Path, settings: dict[str, Any], late_rank: int
         return train(rank, folder, settings)
 
 
+@pytest.mark.thinned(one_in=2)
 @pytest.mark.fault(36)
 @pytest.mark.parametrize("name", CASES)
 def test_late_communication_changes_no_number(ranks: RankPool, folder: Path, name: str) -> None:

@@ -107,6 +107,7 @@ def check(found: Record, right: Record, tolerance: float = 1e-5) -> None:
     assert furthest(found.log_probs, right.log_probs)[1] <= 10 * tolerance
 
 
+@pytest.mark.thinned(one_in=3)
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_train_as_one_process_does(
     ranks: RankPool, folders: dict[str, Path], alone: dict[str, Record], name: str
@@ -148,6 +149,7 @@ def test_one_process_trains_as_transformers_does(folders: dict[str, Path], alone
         assert furthest({key: alone[name].weights[key] for key in weights}, weights)[1] <= 1e-4
 
 
+@pytest.mark.thinned(one_in=2)
 @pytest.mark.parametrize(
     ("dtype", "settings"),
     [("bfloat16", SP), ("bfloat16", {**VPP, **OVERLAP}), ("float16", {"context_parallel_size": 2}), ("float16", PP)],
@@ -177,6 +179,7 @@ def critic_alone(rank_pools: RankPools, folders: dict[str, Path]) -> tuple[list[
     return prepared(rank_pools, 1).run(critic, folders["dense"], {})[0]
 
 
+@pytest.mark.thinned(one_in=2)
 @pytest.mark.parametrize("settings", [TP, SP, PP, {"context_parallel_size": 2}], ids=["TP2", "SP2", "PP2", "CP2"])
 def test_two_ranks_train_a_critic_as_one_process_does(
     ranks: RankPool,

@@ -84,6 +84,7 @@ def train_on_odd_lengths(rank: int, folder: Path, settings: dict[str, Any]) -> l
     return found
 
 
+@pytest.mark.thinned(one_in=3)
 @pytest.mark.fault(36)
 @pytest.mark.parametrize("name", DIVIDED)
 def test_single_tokens_long_sequences_and_empty_micro_batches(
@@ -184,6 +185,7 @@ LAYOUTS_OF_ROLES: Final = {
 }
 
 
+@pytest.mark.thinned(one_in=3)
 @pytest.mark.parametrize("layouts", LAYOUTS_OF_ROLES.values(), ids=LAYOUTS_OF_ROLES)
 def test_actor_reference_and_critic_of_one_process_compute_what_they_compute_alone(
     ranks: RankPool, folders: dict[str, Path], layouts: tuple[dict[str, Any], ...]
@@ -255,6 +257,7 @@ def swap_and_move(rank: int, folder: Path, root: Path, settings: dict[str, Any])
     return found, norms
 
 
+@pytest.mark.thinned(one_in=2)
 @pytest.mark.parametrize(
     "settings",
     [OVERLAP, {**LAYOUTS["tp, sequence"], "param_dtype": "bfloat16"}, {**LAYOUTS["pp"], **WHOLE}],

@@ -122,6 +122,7 @@ def require_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
     assert not wrong
 
 
+@pytest.mark.thinned(one_in=3)
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_what_is_read_is_what_comes_out_and_what_mbridge_exports(
     ranks: RankPool, folders: dict[str, Path], model: str, layout: str

@@ -19,7 +19,7 @@ from verl_engine.testing.conformance.reference import load_reference, make_seque
 from verl_engine.testing.tiny_models import tiny_config, write_tiny_model
 from verl_fsdp.config import Fsdp2Config
 from verl_fsdp.forward.head import LanguageHead
-from verl_fsdp.forward.micro_batch import ModelRun
+from verl_fsdp.forward.model_run import ModelRun
 from verl_fsdp.forward.output_layer import ending_of, forward_of
 
 if TYPE_CHECKING:

@@ -1,9 +1,7 @@
 """The ``engine`` section of the backends fsdp2 and fsdp, and what it shares with others. Imports no torch."""
 
-from __future__ import annotations
-
 import re
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -74,7 +72,7 @@ class ShardedConfig(EngineConfig):
         return path
 
     @model_validator(mode="after")
-    def _check_sharded(self) -> ShardedConfig:
+    def _check_sharded(self) -> Self:
         fields = {"lr": "learning_rate", "weight_decay": "weight_decay"}
         if self.optimizer == "torch.optim.AdamW":
             fields |= {"betas": "betas", "eps": "eps"}
@@ -150,7 +148,7 @@ class TorchSharding(StrictModel):
     """torch.compile's backend; the same for all engines of a process."""
 
     @model_validator(mode="after")
-    def _check_compile(self) -> TorchSharding:
+    def _check_compile(self) -> Self:
         if self.compile and getattr(self, "router_replay", False):  # a field of what this is mixed into
             raise ValueError(
                 "compile=true and router_replay=true: compiled blocks cannot be given experts; set one of them to false"
@@ -214,7 +212,7 @@ class FsdpConfig(TorchSharding, ShardedConfig):
     """When the backward gathers the next block: before the current one's gradients, after, or when it is needed."""
 
     @model_validator(mode="after")
-    def _check_fsdp(self) -> FsdpConfig:
+    def _check_fsdp(self) -> Self:
         if self.gradient_sync == "last_micro_batch" and self.param_dtype != "float32":
             raise ValueError(
                 f"gradient_sync=last_micro_batch would accumulate gradients in param_dtype={self.param_dtype}; FSDP1 "

@@ -3,37 +3,31 @@
 `verl_fsdp.fsdp2.build` and `verl_fsdp.fsdp1.build` say how it is sharded, and which parts follow from that.
 """
 
-from __future__ import annotations
-
 import os
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from verl_engine.batch.packed import PackedBatch
 from verl_engine.contract.errors import UnsupportedError
+from verl_engine.engine.base import DataParallel, WeightShard, WeightSpec
 from verl_engine.engine.device import Device
 from verl_engine.engine.loss_scaler import LossScaler
 from verl_engine.engine.module_engine import ModuleEngine
-from verl_engine.engine.weights.module_weights import weight_specs
+from verl_engine.engine.offload import GradientSlot
+from verl_engine.engine.temperature import Temperature
+from verl_engine.engine.token_output import TokenOutput
+from verl_engine.engine.weights.engine_weights import EngineWeights
+from verl_engine.engine.weights.module_weights import Exported, weight_specs
+from verl_fsdp.config import ShardedConfig
+from verl_fsdp.forward.micro_batch import MicroBatchForward
 from verl_fsdp.model.lora import adapter_config, adapters_disabled, low_rank_exports, peft_name, save_adapter
+from verl_fsdp.update.held_gradients import SyncChoice
 from verl_fsdp.update.optimizer import build_optimizer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
-    from verl_engine.batch.packed import PackedBatch
-    from verl_engine.engine.base import DataParallel, WeightShard, WeightSpec
-    from verl_engine.engine.offload import GradientSlot
-    from verl_engine.engine.temperature import Temperature
-    from verl_engine.engine.token_output import TokenOutput
-    from verl_engine.engine.weights.engine_weights import EngineWeights
-    from verl_engine.engine.weights.module_weights import Exported
-    from verl_fsdp.config import ShardedConfig
-    from verl_fsdp.forward.micro_batch import MicroBatchForward
-    from verl_fsdp.update.held_gradients import SyncChoice
 
 
 class Passes(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_engine.contract.backend import BackendSpec
@@ -9,8 +10,6 @@ from verl_engine.contract.markers import hookimpl
 from verl_fsdp.config import FsdpConfig
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from verl_fsdp.engine import ShardedEngine
 
 SPEC = BackendSpec(

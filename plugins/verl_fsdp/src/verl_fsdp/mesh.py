@@ -1,17 +1,12 @@
 """How the ranks are divided: who shares a copy of the weights, who has the same data, who splits a sequence."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl_engine.engine.base import DataParallel
-
-if TYPE_CHECKING:
-    from verl_fsdp.config import Fsdp2Config, FsdpConfig, ShardedConfig
+from verl_fsdp.config import Fsdp2Config, FsdpConfig, ShardedConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,17 @@
 """An fsdp_turbo engine, top to bottom: a Hugging Face model that the library shards."""
 
-from __future__ import annotations
-
 import math
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
+from transformers import PreTrainedModel
 
 from verl_engine.contract.errors import ConfigError, ModelError
 from verl_engine.engine.abandoned_pass import groups_of
@@ -24,6 +26,7 @@ from verl_fsdp.model.packable import why_not_packed
 from verl_fsdp.update.grad_norm import clip_by_norm
 from verl_fsdp.update.held_gradients import choose_sync
 from verl_fsdp_turbo.clipping import library_clip
+from verl_fsdp_turbo.config import FsdpTurboConfig
 from verl_fsdp_turbo.library import Library
 from verl_fsdp_turbo.library_config import library_config
 from verl_fsdp_turbo.modules import for_model
@@ -31,15 +34,6 @@ from verl_fsdp_turbo.parallel_state import divide_ranks
 from verl_fsdp_turbo.passes import TurboForward, TurboPasses
 from verl_fsdp_turbo.patches import Replacements
 from verl_fsdp_turbo.ulysses import require_splittable, split_run
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from pathlib import Path
-
-    from torch.distributed.fsdp import FSDPModule
-    from transformers import PreTrainedModel
-
-    from verl_fsdp_turbo.config import FsdpTurboConfig
 
 
 def build(config: FsdpTurboConfig, model_folder: Path) -> ShardedEngine:

@@ -1,8 +1,6 @@
 """The ``engine`` section of the backend fsdp_turbo. Imports no torch, and nothing of the library."""
 
-from __future__ import annotations
-
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
@@ -47,7 +45,7 @@ class FsdpTurboConfig(ShardedConfig):
     agree."""
 
     @model_validator(mode="after")
-    def _check_turbo(self) -> FsdpTurboConfig:
+    def _check_turbo(self) -> Self:
         if self.tensor_parallel_size != 1:
             raise ValueError(
                 f"tensor_parallel_size={self.tensor_parallel_size} must be 1: the library leaves parameters that are "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_engine.contract.backend import BackendSpec, DeclaredPatch, NeededModule
@@ -10,8 +11,6 @@ from verl_fsdp_turbo.config import FsdpTurboConfig
 from verl_fsdp_turbo.install_steps import INSTALL, MODULE
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from verl_fsdp.engine import ShardedEngine
 
 

@@ -3,8 +3,6 @@
 Releases are told apart by what they have, not by a number.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import importlib.util
@@ -12,7 +10,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from verl_engine.contract.errors import ConfigError, PluginError, PluginImportError
 from verl_fsdp_turbo.install_steps import INSTALL, MODULE, WITHOUT_PIP
@@ -52,7 +50,7 @@ class Library:
     state: ModuleType
 
     @classmethod
-    def load(cls) -> Library:
+    def load(cls) -> Self:
         """Import it.
 
         Raises:

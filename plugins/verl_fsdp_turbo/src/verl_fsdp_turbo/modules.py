@@ -1,20 +1,16 @@
 """The config's patterns, held against a model: each must mean something, and nothing that would go wrong."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from verl_engine.contract.errors import ConfigError, ModelError
 from verl_fsdp.model.blocks import own_blocks, tied_outside
 from verl_fsdp_turbo.library_config import EACH_LAYER
 from verl_fsdp_turbo.patterns import closest, matches
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _FEWEST_EXPERTS = 2
 

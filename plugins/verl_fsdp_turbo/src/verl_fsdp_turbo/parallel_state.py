@@ -4,24 +4,18 @@ The library has one per process: a second call with other sizes is ignored silen
 somebody only looked. So each engine's is put in place while that engine runs.
 """
 
-from __future__ import annotations
-
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from verl_engine.contract.errors import ConfigError, PluginError, UnsupportedError
 from verl_engine.engine.base import DataParallel
 from verl_engine.engine.process_group import is_alive
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from verl_fsdp_turbo.library import Library
+from verl_fsdp_turbo.library import Library
 
 _AXES: Final = {
     "fully_shard_parallel_size": "fsdp",

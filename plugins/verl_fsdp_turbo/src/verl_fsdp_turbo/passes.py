@@ -1,22 +1,16 @@
 """Forward and backward beside other engines of the process: what the library keeps once is put in place for each."""
 
-from __future__ import annotations
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from torch.distributed.fsdp import FSDPModule
 
+from verl_engine.batch.packed import PackedBatch
 from verl_engine.engine.fully_sharded import FullyShardedPasses
+from verl_engine.engine.temperature import Temperature
+from verl_engine.engine.token_output import TokenOutput
 from verl_fsdp.forward.micro_batch import MicroBatchForward
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
-
-    from torch.distributed.fsdp import FSDPModule
-
-    from verl_engine.batch.packed import PackedBatch
-    from verl_engine.engine.temperature import Temperature
-    from verl_engine.engine.token_output import TokenOutput
 
 
 class TurboForward(MicroBatchForward):

@@ -4,21 +4,17 @@ The library replaces them for the whole process, and once more with each engine.
 attention that was wrapped twice trades tokens for heads twice, and where nobody splits sequences it would trade too.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch.distributed as dist
 
 from verl_engine.contract.errors import ConfigError
 from verl_engine.patching.references import stored_names
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 _FUNCTION_LISTS: Final = ("ulysses_function_patches", "loss_function_patches")
 _REDUCTIONS: Final = ("all_reduce", "reduce_scatter", "reduce_scatter_tensor")

@@ -3,11 +3,9 @@
 The library drops keys that it does not know, and takes ``'false'`` for true. These sections do neither.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -183,7 +181,7 @@ class ChunkBatchPlan(Plan):
     """Which named arguments are cut. All that have a row for each sequence belong here or above."""
 
     @model_validator(mode="after")
-    def _check(self) -> ChunkBatchPlan:
+    def _check(self) -> Self:
         if not self.chunk_arg_indexs and not self.chunk_kwarg_names:
             raise ValueError("chunk_arg_indexs and chunk_kwarg_names are both empty: say which arguments are cut")
         return self
@@ -200,7 +198,7 @@ class MemoryPlan(Plan):
     """Run some modules on parts of the batch. Needs ``packing: false``: packed sequences are one row."""
 
     @model_validator(mode="after")
-    def _check(self) -> MemoryPlan:
+    def _check(self) -> Self:
         if self.recompute_plan and not self.recompute:
             raise ValueError("recompute_plan is for recompute=true, and it is false")
         return self

@@ -1,19 +1,15 @@
 """What a process needs before the library may be imported in it: the library, and on the CPU a name for the device."""
 
-from __future__ import annotations
-
 import importlib
 import os
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from verl_engine.contract.backend import DeclaredPatch
 from verl_engine.contract.errors import PluginImportError
 from verl_engine.engine.device import Device
+from verl_fsdp_turbo.config import FsdpTurboConfig
 from verl_fsdp_turbo.install_steps import INSTALL, MODULE
 from verl_fsdp_turbo.library import require_library
-
-if TYPE_CHECKING:
-    from verl_fsdp_turbo.config import FsdpTurboConfig
 
 _DEVICES: Final = f"{MODULE}.utils.device"
 _PATCH: Final = DeclaredPatch(

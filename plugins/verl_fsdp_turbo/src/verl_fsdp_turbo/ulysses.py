@@ -7,9 +7,7 @@ Shape legend: P ranks that split sequences; T tokens of a packed micro-batch, fi
 t = T / P; N sequences, L the longest, filled up likewise, l = L / P; m loss tokens that this rank predicts.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -18,12 +16,9 @@ from transformers import PreTrainedModel
 from verl_engine.batch.packed import PackedBatch, SegmentRun
 from verl_engine.contract.bounded import divisors
 from verl_engine.contract.errors import ModelError
-from verl_fsdp.forward.micro_batch import ModelRun, padded
+from verl_fsdp.forward.model_run import ModelRun, padded
 from verl_fsdp.forward.sequence_parallel import slice_tokens
-
-if TYPE_CHECKING:
-    from verl_fsdp_turbo.config import FsdpTurboConfig
-
+from verl_fsdp_turbo.config import FsdpTurboConfig
 
 _HEADS: Final = ("num_attention_heads", "linear_num_key_heads", "linear_num_value_heads")
 """transformers' names for what the ranks divide: heads of attention, and of its linear kind."""

@@ -1,8 +1,6 @@
 """The ``engine`` section of the backend megatron. Imports no torch, and no Megatron."""
 
-from __future__ import annotations
-
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -87,7 +85,7 @@ class MegatronConfig(EngineConfig):
     """How MindSpeed patches Megatron; on NPUs only."""
 
     @model_validator(mode="after")
-    def _check_megatron(self) -> MegatronConfig:
+    def _check_megatron(self) -> Self:
         for option in sorted(self.transformer_options.keys() & OWN_OPTIONS.keys()):
             raise ValueError(f"transformer_options sets {option}; set engine.{OWN_OPTIONS[option]} instead")
         for option in sorted(self.transformer_options.keys() & DERIVED_KEYS.keys()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_engine.contract.backend import BackendSpec, Capabilities
@@ -10,8 +11,6 @@ from verl_megatron_mindspeed.config import MegatronConfig
 from verl_megatron_mindspeed.preparation import SETTINGS, declared_patches, prepare_process
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from verl_megatron_mindspeed.engine import MegatronEngine
 
 SPEC = BackendSpec(

@@ -1,8 +1,6 @@
 """How MindSpeed patches Megatron: a part of the ``engine`` section that nothing but its adaptor reads."""
 
-from __future__ import annotations
-
-from typing import Final, Literal
+from typing import Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -100,7 +98,7 @@ class MindSpeedConfig(StrictModel):
     TransformerConfig belong into ``transformer_options``."""
 
     @model_validator(mode="after")
-    def _check(self) -> MindSpeedConfig:
+    def _check(self) -> Self:
         for name in sorted(self.features):
             if name in DERIVED_KEYS:
                 raise ValueError(f"features sets {name}, which is decided by {DERIVED_KEYS[name]}; leave it out here")

@@ -3,23 +3,18 @@
 Megatron's functions look them up in a module, which has one set of them. Each engine puts its own there while it runs.
 """
 
-from __future__ import annotations
-
 import math
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from verl_engine.engine.base import DataParallel
 from verl_engine.engine.process_group import is_alive
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from verl_megatron_mindspeed.config import MegatronConfig
+from verl_megatron_mindspeed.config import MegatronConfig
 
 _SIZES: Final = (
     "tensor_parallel_size",

@@ -1,15 +1,11 @@
 """What a process needs before Megatron may be imported in it, by the kind of its device. Imports no torch by itself."""
 
-from __future__ import annotations
+from typing import Final
 
-from typing import TYPE_CHECKING, Final
-
+from verl_engine.contract.backend import DeclaredPatch
 from verl_engine.contract.errors import ConfigError
 from verl_megatron_mindspeed.config import MegatronConfig
 from verl_megatron_mindspeed.mindspeed_config import MindSpeedConfig
-
-if TYPE_CHECKING:
-    from verl_engine.contract.backend import DeclaredPatch
 
 SETTINGS: Final = ("device", "mindspeed")
 """Fields of the config that preparation reads: engines of one process must agree on them."""

@@ -4,26 +4,21 @@ Shape legend: B rows and L tokens of the model's input, m loss tokens that are p
 asked for in the place of each, H hidden dim, V vocabulary, F numbers per token.
 """
 
-from __future__ import annotations
-
 import logging
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
+from transformers import PreTrainedModel
 
+from verl_engine.batch.packed import PackedBatch
 from verl_engine.contract.errors import ModelError
 from verl_engine.engine.linear_log_probs import linear_log_probs
 from verl_engine.engine.output_from_logits import numbers_from_logits
+from verl_engine.engine.temperature import Temperature
 from verl_engine.engine.token_output import columns_of, numbers_of
+from verl_fsdp.config import ShardedConfig
+from verl_fsdp.forward.model_run import ModelRun
 from verl_fsdp.forward.output_layer import ending_of, forward_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from verl_engine.batch.packed import PackedBatch
-    from verl_engine.engine.temperature import Temperature
-    from verl_fsdp.config import ShardedConfig
-    from verl_fsdp.forward.micro_batch import ModelRun
 
 _LOG = logging.getLogger(__name__)
 

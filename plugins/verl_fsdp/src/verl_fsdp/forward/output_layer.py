@@ -5,16 +5,12 @@ one for the layer. What comes out at the end shows what the model does with its 
 no time, and a model on the meta device will do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import torch
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from transformers import PreTrainedModel
 
 Ending = Literal["linear", "per token", "unknown"]
 """``linear``: the output is what a plain linear layer gives, as it is. ``per token``: a layer gives the logits, and
@@ -71,17 +67,6 @@ def forward_of(layer: torch.nn.Module, forward: Callable[[torch.Tensor], torch.T
         own.update(before)
 
 
-class _Trunk(torch.nn.Module):
-    """Gives the same hidden states for any input."""
-
-    def __init__(self, hidden: torch.Tensor) -> None:
-        super().__init__()
-        self._hidden = hidden
-
-    def forward(self, *_args: Any, **_kwargs: Any) -> _TrunkOutput:
-        return _TrunkOutput(self._hidden)
-
-
 class _TrunkOutput:
     """As transformers' outputs: by name or index; what nobody asked for is None."""
 
@@ -94,6 +79,17 @@ class _TrunkOutput:
 
     def __getitem__(self, place: Any) -> Any:
         return (self.last_hidden_state,)[place]
+
+
+class _Trunk(torch.nn.Module):
+    """Gives the same hidden states for any input."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self._hidden = hidden
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> _TrunkOutput:
+        return _TrunkOutput(self._hidden)
 
 
 def _width(model: PreTrainedModel, layer: torch.nn.Module) -> int:

@@ -1,17 +1,14 @@
 """How a model uses positions, and up to which length it treats packed sequences alike."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
+
+import torch
+from transformers import PreTrainedModel
 
 from verl_engine.contract.errors import ModelError
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel
 
 _ADVICE = {
     "longrope": "set short_factor to the values of long_factor",
@@ -53,7 +50,7 @@ class PositionUse:
     takes_axes: bool
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> PositionUse:
+    def of(cls, model: PreTrainedModel) -> Self:
         """Look at a model that is not sharded yet."""
         takes_any = "position_ids" in inspect.signature(model.forward).parameters
         # As transformers tells them: such a rotary embedding shares a head's dims out among several axes.

@@ -9,25 +9,19 @@ Shape legend: T tokens of a micro-batch, t those that go into this rank's model,
 token.
 """
 
-from __future__ import annotations
-
 import dataclasses
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
+from verl_engine.batch.packed import PackedBatch
 from verl_engine.contract.errors import ModelError
 from verl_engine.engine.routed_experts import choose, experts_of, given_experts, put_back
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from transformers import PreTrainedModel
-
-    from verl_engine.batch.packed import PackedBatch
-    from verl_fsdp.forward.micro_batch import ModelRun
+from verl_fsdp.forward.model_run import ModelRun
 
 
 class RouterReplay:

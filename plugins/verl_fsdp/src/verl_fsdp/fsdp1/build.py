@@ -1,13 +1,11 @@
 """An fsdp engine, top to bottom: a Hugging Face model under PyTorch ``FullyShardedDataParallel`` (FSDP1)."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from verl_fsdp.config import FsdpConfig
 from verl_fsdp.engine import ShardedEngine, device_of_rank
 from verl_fsdp.forward.micro_batch import MicroBatchForward
 from verl_fsdp.fsdp1.parallelize import shard
@@ -18,9 +16,6 @@ from verl_fsdp.model.loading import load_model
 from verl_fsdp.update.grad_norm import clip_by_norm
 from verl_fsdp.update.held_gradients import choose_sync
 from verl_fsdp.update.optimizer import require_entrywise
-
-if TYPE_CHECKING:
-    from verl_fsdp.config import FsdpConfig
 
 
 def build(config: FsdpConfig, model_folder: Path) -> ShardedEngine:

@@ -1,15 +1,14 @@
 """FullyShardedDataParallel on a model, top to bottom."""
 
-from __future__ import annotations
-
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from transformers import PreTrainedModel
 
+from verl_fsdp.config import FsdpConfig
 from verl_fsdp.fsdp1.passes import initialize
 from verl_fsdp.fsdp1.weight_table import WeightTable
 from verl_fsdp.model.blocks import blocks, in_sharding_order
@@ -17,9 +16,6 @@ from verl_fsdp.model.compiled import compile_block
 from verl_fsdp.model.float32_parts import float32_modules
 from verl_fsdp.model.materialize import Materializer
 from verl_fsdp.model.recompute import enable_recompute
-
-if TYPE_CHECKING:
-    from verl_fsdp.config import FsdpConfig
 
 _PREFETCH = {"before": BackwardPrefetch.BACKWARD_PRE, "after": BackwardPrefetch.BACKWARD_POST, "off": None}
 

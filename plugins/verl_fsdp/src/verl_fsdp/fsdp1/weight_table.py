@@ -1,8 +1,7 @@
 """What a model's weights are called and how they look, noted before FSDP1 makes flat pieces of them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -21,7 +20,7 @@ class WeightTable:
     """What a Hugging Face folder holds besides parameters."""
 
     @classmethod
-    def of(cls, model: torch.nn.Module) -> WeightTable:
+    def of(cls, model: torch.nn.Module) -> Self:
         """Note a model that is not wrapped yet; its weights may be on the meta device already."""
         saved = model.state_dict(keep_vars=True)
         return cls(

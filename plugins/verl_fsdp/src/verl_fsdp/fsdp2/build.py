@@ -1,14 +1,15 @@
 """An fsdp2 engine, top to bottom: a Hugging Face model under PyTorch ``fully_shard``."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from pathlib import Path
+from typing import cast
 
+import torch
 import torch.distributed as dist
 
 from verl_engine.engine.fully_sharded import FullyShardedPasses
 from verl_engine.engine.weights.engine_weights import EngineWeights
+from verl_fsdp.config import Fsdp2Config
 from verl_fsdp.engine import ShardedEngine, device_of_rank
 from verl_fsdp.forward.micro_batch import MicroBatchForward
 from verl_fsdp.fsdp2.parallelize import shard
@@ -16,13 +17,6 @@ from verl_fsdp.mesh import build_meshes
 from verl_fsdp.model.loading import load_model
 from verl_fsdp.update.grad_norm import clip_by_norm
 from verl_fsdp.update.held_gradients import choose_sync
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import torch
-
-    from verl_fsdp.config import Fsdp2Config
 
 
 def build(config: Fsdp2Config, model_folder: Path) -> ShardedEngine:

@@ -1,23 +1,18 @@
 """fully_shard on a model, top to bottom."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
+from verl_fsdp.config import Fsdp2Config
 from verl_fsdp.model.blocks import blocks, in_sharding_order, outermost
 from verl_fsdp.model.compiled import compile_block
 from verl_fsdp.model.float32_parts import float32_modules
 from verl_fsdp.model.materialize import Materializer
 from verl_fsdp.model.recompute import enable_recompute
-
-if TYPE_CHECKING:
-    from verl_fsdp.config import Fsdp2Config
-
 
 _FLOAT32: Final = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
 

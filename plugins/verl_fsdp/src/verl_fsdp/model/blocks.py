@@ -1,21 +1,16 @@
 """Which modules are gathered and freed one by one."""
 
-from __future__ import annotations
-
 import difflib
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
+from transformers import PreTrainedModel
 
 from verl_engine.contract.errors import ConfigError, ModelError
+from verl_fsdp.config import TorchSharding
 from verl_fsdp.model.lora import is_adapter_weight
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from verl_fsdp.config import TorchSharding
 
 _LOG = logging.getLogger(__name__)
 _NUM_NAMED = 20

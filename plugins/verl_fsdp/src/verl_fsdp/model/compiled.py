@@ -1,18 +1,11 @@
 """torch.compile on a block."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from transformers import AttentionInterface
 
 from verl_engine.contract.errors import ConfigError, UnsupportedError
+from verl_fsdp.config import TorchSharding
 from verl_fsdp.forward.attention import PACKED_ATTENTION, packed_attention
-
-if TYPE_CHECKING:
-    from verl_fsdp.config import TorchSharding
-
 
 _backends_used: set[str] = set()
 """Of torch.compile, by all engines of this process."""

@@ -4,20 +4,15 @@ A sharded module is gathered in one dtype. Where it holds only weights that tran
 router, it computes as transformers does. Where it holds others too, it computes in float32 as a whole.
 """
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from verl_engine.engine.weights.held_dtypes import held_dtypes
+from verl_fsdp.config import ShardedConfig
 from verl_fsdp.model.linear_layers import weights_used
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from verl_fsdp.config import ShardedConfig
 
 
 def float32_parameters(model: PreTrainedModel, config: ShardedConfig) -> set[str]:

@@ -1,19 +1,15 @@
 """Which linear layers of a model can have an adapter: those that are called, and compute what a linear layer does."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import re
 from collections.abc import Hashable
 from contextlib import suppress
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 import torch
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from transformers import PreTrainedModel
 
 VALUE_HEADS: Final = ("score", "classifier")
 """What transformers calls the last layer of its token classifiers. It is new in a critic, so it is trained whole."""

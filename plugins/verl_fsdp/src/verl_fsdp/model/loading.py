@@ -1,28 +1,22 @@
 """From a model folder to a model: rank 0's in memory, the others' without weights."""
 
-from __future__ import annotations
-
 import logging
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from verl_engine.contract.errors import ModelError
 from verl_engine.contract.model_code import why_not_loaded
+from verl_fsdp.config import ShardedConfig
 from verl_fsdp.model.lora import inject_adapters
 from verl_fsdp.model.packable import choose_attention
 from verl_fsdp.model.trial import require_replay
 from verl_fsdp.model.value_head import auto_class, load_arguments, what_it_is
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from transformers import PreTrainedConfig, PreTrainedModel
-
-    from verl_fsdp.config import ShardedConfig
 
 _LOG = logging.getLogger(__name__)
 _NUM_NAMED = 10

@@ -6,28 +6,22 @@ A layer ``q_proj`` becomes ``q_proj.base_layer.weight`` (frozen), ``q_proj.lora_
 Shape legend: I inputs and O outputs of a layer, R the adapter's rank.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import json
 import logging
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Final, cast
+from pathlib import Path
+from typing import Any, Final, cast
 
 import torch
+from transformers import PreTrainedModel
 
+from verl_engine.contract.engine_config import LoraConfig
 from verl_engine.contract.errors import ModelError
 from verl_engine.engine.weights.module_weights import Exported, LowRank, kept_by_first_rank, write_folder
 from verl_fsdp.model.linear_layers import linear_layers, value_head
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from pathlib import Path
-
-    from transformers import PreTrainedModel
-
-    from verl_engine.contract.engine_config import LoraConfig
 
 ADAPTER: Final = "default"
 """peft's name for the adapter, a part of its weights' names."""

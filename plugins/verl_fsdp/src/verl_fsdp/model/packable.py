@@ -1,9 +1,7 @@
 """How a model attends: packed where that is right, else one sequence per row; never without what it needs."""
 
-from __future__ import annotations
-
 import logging
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from transformers import PreTrainedModel
@@ -11,11 +9,9 @@ from transformers import PreTrainedModel
 from verl_engine.contract.bounded import divisors
 from verl_engine.contract.errors import ModelError
 from verl_engine.engine.exact_attention import needs_eager
+from verl_fsdp.config import ShardedConfig
 from verl_fsdp.forward.attention import PACKED_ATTENTION
 from verl_fsdp.model.trial import tell_sequences_apart
-
-if TYPE_CHECKING:
-    from verl_fsdp.config import ShardedConfig
 
 _LOG = logging.getLogger(__name__)
 _PACKABLE_LAYERS: Final = frozenset({"full_attention", "sliding_attention", "moe", "mlp", "dense", "sparse"})

@@ -1,15 +1,9 @@
 """Activation checkpointing by transformers' own means."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from transformers import PreTrainedModel
 
 from verl_engine.contract.errors import ModelError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from verl_fsdp.config import TorchSharding
+from verl_fsdp.config import TorchSharding
 
 
 def enable_recompute(model: PreTrainedModel, config: TorchSharding) -> None:

@@ -3,12 +3,12 @@
 Shape legend: T tokens of all sequences, N sequences, L the longest of them, V vocabulary.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
+from transformers import PreTrainedModel
 
 from verl_engine.batch.packed import SegmentRun
 from verl_engine.contract.errors import ModelError
@@ -16,11 +16,6 @@ from verl_fsdp.forward.attention import PACKED_ATTENTION
 from verl_fsdp.forward.rotary import rotary_limit
 from verl_fsdp.forward.router_replay import RouterReplay
 from verl_fsdp.model.blocks import layer_lists
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from transformers import PreTrainedModel
 
 T = TypeVar("T")
 _LENGTHS: Final = (3, 70, 70)

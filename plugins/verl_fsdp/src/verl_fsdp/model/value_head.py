@@ -4,18 +4,13 @@ Their last layer takes the place of a language model's. Loaded from the folder o
 a folder written by a critic has it.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import transformers
 
 from verl_engine.engine.weights.critic_config import become_critic
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from verl_fsdp.config import ShardedConfig
+from verl_fsdp.config import ShardedConfig
 
 
 def auto_class(config: ShardedConfig) -> Any:

@@ -1,19 +1,15 @@
 """When gradients are reduced over the ranks, by what a rank must hold of them meanwhile."""
 
-from __future__ import annotations
-
 import logging
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 import torch
 import torch.distributed as dist
 
 from verl_engine.engine.device import Device
-
-if TYPE_CHECKING:
-    from verl_fsdp.config import ShardedConfig
+from verl_fsdp.config import ShardedConfig
 
 _LOG: Final = logging.getLogger("verl_fsdp")
 _BYTES: Final = 4

@@ -1,24 +1,19 @@
 """The optimizer of the configured class, over groups of parameters with settings of their own."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import inspect
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from verl_engine.contract.errors import ConfigError
+from verl_engine.engine.device import Device
 from verl_engine.engine.optimizer import is_fused_on
 from verl_engine.engine.optimizer import parameter_groups as divide_parameters
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from verl_engine.engine.device import Device
-    from verl_fsdp.config import ParameterGroup, ShardedConfig
+from verl_fsdp.config import ParameterGroup, ShardedConfig
 
 
 def build_optimizer(

@@ -5,17 +5,14 @@ all micro-batches but the last are entered together before the first forward, an
 schedule lets gradients go.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-    from verl_engine.engine.base import MicroBatchPass
+from verl_engine.engine.base import MicroBatchPass
 
 
 class PipelineContexts(AbstractContextManager["PipelineContexts"]):

@@ -4,21 +4,16 @@ Shape legend: T tokens of the micro-batch, t those that this rank runs (all with
 parallelism), m loss tokens that it predicts, N ids whose log-probs are asked for in the place of each.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from verl_engine.batch.packed import PackedBatch
 from verl_engine.engine.top_k import scored_ids
 from verl_megatron_mindspeed.forward.places import find_places
-
-if TYPE_CHECKING:
-    from verl_engine.batch.packed import PackedBatch
-    from verl_megatron_mindspeed.parallel import Parallel
+from verl_megatron_mindspeed.parallel import Parallel
 
 
 @dataclass(frozen=True, slots=True)

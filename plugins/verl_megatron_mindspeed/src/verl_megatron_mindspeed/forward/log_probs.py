@@ -13,21 +13,15 @@ already, which saves a second pass of exponentials; only a gradient of the entro
 Shape legend: M rows, m of them in a block, N targets of each, v entries of the vocabulary on this rank, k ids to find.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
-from verl_engine.engine.temperature import column, divide_, rows_of
+from verl_engine.engine.linear_log_probs import Entropy
+from verl_engine.engine.temperature import Temperature, column, divide_, rows_of
 from verl_engine.engine.top_k import ids_of_keys, top_keys
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from verl_engine.engine.linear_log_probs import Entropy
-    from verl_engine.engine.temperature import Temperature
 
 _BLOCK_ELEMENTS: Final = 1 << 24
 """Entries of a block: 64 MiB in float32."""

@@ -5,25 +5,20 @@ Shape legend: T tokens of the micro-batch, t those of this rank, n those of them
 F numbers per token.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
 
+from verl_engine.batch.packed import PackedBatch
 from verl_engine.engine.sum_over_group import sum_over_group
-from verl_engine.engine.temperature import rows_of
+from verl_engine.engine.temperature import Temperature, rows_of
 from verl_engine.engine.token_output import TokenOutput, columns_of, numbers_of
 from verl_engine.engine.top_k import require_top_k
+from verl_megatron_mindspeed.config import MegatronConfig
+from verl_megatron_mindspeed.forward.layout import Layout
 from verl_megatron_mindspeed.forward.log_probs import split_log_probs
-
-if TYPE_CHECKING:
-    from verl_engine.batch.packed import PackedBatch
-    from verl_engine.engine.temperature import Temperature
-    from verl_megatron_mindspeed.config import MegatronConfig
-    from verl_megatron_mindspeed.forward.layout import Layout
-    from verl_megatron_mindspeed.parallel import Group, Parallel
+from verl_megatron_mindspeed.parallel import Group, Parallel
 
 
 class LossRows:

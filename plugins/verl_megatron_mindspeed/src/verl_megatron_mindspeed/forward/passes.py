@@ -3,27 +3,22 @@
 Shape legend: T tokens of a micro-batch, n those that this rank holds between stages, H hidden dim, F numbers per token.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.utils import get_attr_wrapped_model
 
+from verl_engine.batch.packed import PackedBatch
+from verl_engine.engine.temperature import Temperature
 from verl_megatron_mindspeed.forward.guard import Guard
 from verl_megatron_mindspeed.forward.layout import Layout, lay_out
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from verl_engine.batch.packed import PackedBatch
-    from verl_engine.engine.temperature import Temperature
-    from verl_megatron_mindspeed.forward.output import Head, LossRows
-    from verl_megatron_mindspeed.forward.router_replay import RouterReplay
-    from verl_megatron_mindspeed.model.build import MegatronModel
-    from verl_megatron_mindspeed.parallel import Parallel
+from verl_megatron_mindspeed.forward.output import Head, LossRows
+from verl_megatron_mindspeed.forward.router_replay import RouterReplay
+from verl_megatron_mindspeed.model.build import MegatronModel
+from verl_megatron_mindspeed.parallel import Parallel
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,14 @@
 """What the ranks of a pipeline tell each other when a schedule is through."""
 
-from __future__ import annotations
-
 import pickle
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from verl_engine.contract.errors import EngineError
 from verl_engine.engine.metrics import Key
-
-if TYPE_CHECKING:
-    from verl_megatron_mindspeed.parallel import Parallel
+from verl_megatron_mindspeed.parallel import Parallel
 
 
 def agree(parallel: Parallel, failure: Exception | None, keys: tuple[Key, ...] = ()) -> tuple[Key, ...]:

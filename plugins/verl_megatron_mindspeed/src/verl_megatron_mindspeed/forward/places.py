@@ -7,18 +7,13 @@ Each sequence is filled up to a multiple of 2C for that; what fills it up comes 
 Shape legend: T tokens of the micro-batch, t those of this rank, N sequences, C ranks that split them.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Indices = npt.NDArray[np.int64]
+Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

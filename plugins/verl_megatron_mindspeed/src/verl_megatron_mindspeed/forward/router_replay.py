@@ -4,24 +4,19 @@ Shape legend: T tokens of a micro-batch, t those of this context-parallel rank, 
 attention (a part of t with sequence parallelism); k experts a token.
 """
 
-from __future__ import annotations
-
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from verl_engine.batch.packed import PackedBatch
 from verl_engine.contract.errors import ConfigError, ModelError
 from verl_engine.engine.routed_experts import choose, experts_of, given_experts, put_back
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from verl_engine.batch.packed import PackedBatch
-    from verl_megatron_mindspeed.forward.layout import Layout
-    from verl_megatron_mindspeed.model.build import MegatronModel
-    from verl_megatron_mindspeed.parallel import Parallel
+from verl_megatron_mindspeed.forward.layout import Layout
+from verl_megatron_mindspeed.model.build import MegatronModel
+from verl_megatron_mindspeed.parallel import Parallel
 
 
 class RouterReplay:

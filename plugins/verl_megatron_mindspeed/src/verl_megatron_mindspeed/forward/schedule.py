@@ -3,35 +3,30 @@
 Shape legend: T tokens of a micro-batch, t those of this rank, F numbers per token.
 """
 
-from __future__ import annotations
-
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from verl_engine.batch.packed import PackedBatch
+from verl_engine.engine.base import MicroBatchPass
+from verl_engine.engine.device import Device
+from verl_engine.engine.metrics import Key
+from verl_engine.engine.temperature import Temperature
+from verl_engine.engine.token_output import TokenOutput
+from verl_megatron_mindspeed.config import MegatronConfig
 from verl_megatron_mindspeed.forward.gradient_contexts import PipelineContexts
 from verl_megatron_mindspeed.forward.output import Head, LossRows
 from verl_megatron_mindspeed.forward.padding_token import exclude_padding_token
 from verl_megatron_mindspeed.forward.passes import Laid, Pass
 from verl_megatron_mindspeed.forward.pipeline import agree, from_last_stage
 from verl_megatron_mindspeed.forward.router_replay import RouterReplay
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from verl_engine.engine.base import MicroBatchPass
-    from verl_engine.engine.device import Device
-    from verl_engine.engine.metrics import Key
-    from verl_engine.engine.temperature import Temperature
-    from verl_engine.engine.token_output import TokenOutput
-    from verl_megatron_mindspeed.config import MegatronConfig
-    from verl_megatron_mindspeed.model.build import MegatronModel
-    from verl_megatron_mindspeed.parallel import Parallel
-    from verl_megatron_mindspeed.update.training import Training
+from verl_megatron_mindspeed.model.build import MegatronModel
+from verl_megatron_mindspeed.parallel import Parallel
+from verl_megatron_mindspeed.update.training import Training
 
 
 class Schedule:

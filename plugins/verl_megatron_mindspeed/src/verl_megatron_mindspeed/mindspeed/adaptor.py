@@ -1,7 +1,5 @@
 """Apply MindSpeed: import its adaptor, tell it of the engine, and check that Megatron is completely patched."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import logging
@@ -9,17 +7,15 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from verl_engine.contract.errors import ConfigError, PatchError, PreparationConflictError
+from verl_megatron_mindspeed.config import MegatronConfig
 from verl_megatron_mindspeed.mindspeed.fp8_weights import check_fp8, use_weight_cache
 from verl_megatron_mindspeed.mindspeed.packages import AdaptorPackage, choose_package, how_to_install, version_of
 from verl_megatron_mindspeed.mindspeed.patches import read_patches
 from verl_megatron_mindspeed.mindspeed.post_check import check_patches
 from verl_megatron_mindspeed.mindspeed.repatch_keys import repatch_keys
-
-if TYPE_CHECKING:
-    from verl_megatron_mindspeed.config import MegatronConfig
 
 _CONFLICT: Final = "exist !"
 """How MindSpeed's error ends where two features replace one name."""

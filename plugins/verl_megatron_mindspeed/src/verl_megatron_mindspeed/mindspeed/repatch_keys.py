@@ -1,13 +1,10 @@
 """What MindSpeed is told of the engine: every argument that it decides its patches by, from the ``engine`` section."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from verl_megatron_mindspeed.config import MegatronConfig
+from verl_megatron_mindspeed.config import MegatronConfig
 
 
 def repatch_keys(config: MegatronConfig) -> dict[str, Any]:

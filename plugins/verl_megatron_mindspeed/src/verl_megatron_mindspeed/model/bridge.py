@@ -1,19 +1,15 @@
 """Which Megatron model a Hugging Face folder is: mbridge's knowledge, with our settings."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from megatron.core.transformer import TransformerConfig
 from transformers import PreTrainedConfig
 
 from verl_engine.contract.errors import ConfigError
+from verl_megatron_mindspeed.config import MegatronConfig
 from verl_megatron_mindspeed.model.hf_config import read_rotary
 from verl_megatron_mindspeed.model.options import check_options
-
-if TYPE_CHECKING:
-    from verl_megatron_mindspeed.config import MegatronConfig
 
 _WITHOUT_KERNELS: Final = {
     "moe_grouped_gemm": False,

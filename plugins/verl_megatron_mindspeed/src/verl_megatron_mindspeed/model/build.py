@@ -17,11 +17,9 @@ How the schedule must call a chunk (`MegatronModel.chunks`), for micro-batches o
 - Logits at and past ``MegatronModel.vocab_size`` belong to no token: mask them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -33,6 +31,7 @@ from transformers import PreTrainedConfig
 
 from verl_engine.contract.errors import ConfigError
 from verl_engine.engine.device import Device
+from verl_megatron_mindspeed.config import MegatronConfig
 from verl_megatron_mindspeed.model.bridge import make_bridge
 from verl_megatron_mindspeed.model.dropout import reseed_dropout, seed_dropout
 from verl_megatron_mindspeed.model.hf_config import read_hf_config
@@ -41,9 +40,6 @@ from verl_megatron_mindspeed.model.limits import check_model
 from verl_megatron_mindspeed.model.names import fused_name, global_name
 from verl_megatron_mindspeed.model.value_head import HF_NAMES, ValueHead
 from verl_megatron_mindspeed.parallel import Parallel
-
-if TYPE_CHECKING:
-    from verl_megatron_mindspeed.config import MegatronConfig
 
 _SEED_STRIDE: Final = 100_003
 """Between ranks; Megatron adds up to some thousands for those that split a layer."""

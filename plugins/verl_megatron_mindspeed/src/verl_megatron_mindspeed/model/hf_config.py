@@ -1,9 +1,8 @@
 """What a Hugging Face folder's config says, in the words of transformers 4 and 5 alike."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import Any, cast
 
 import transformers
 from transformers import PreTrainedConfig
@@ -11,11 +10,7 @@ from transformers import PreTrainedConfig
 from verl_engine.contract.errors import ModelError
 from verl_engine.contract.model_code import why_not_loaded
 from verl_engine.engine.weights.critic_config import become_critic
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from verl_megatron_mindspeed.config import MegatronConfig
+from verl_megatron_mindspeed.config import MegatronConfig
 
 
 @dataclass(frozen=True, slots=True)

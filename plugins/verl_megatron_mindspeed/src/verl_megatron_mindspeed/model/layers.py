@@ -1,19 +1,15 @@
 """Which layers Megatron builds."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from megatron.core.extensions import transformer_engine
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
 
 from verl_engine.contract.errors import ConfigError
+from verl_megatron_mindspeed.config import MegatronConfig
 from verl_megatron_mindspeed.model.local_attention import PackedAttention
 from verl_megatron_mindspeed.model.local_norm import RMSNorm
-
-if TYPE_CHECKING:
-    from verl_megatron_mindspeed.config import MegatronConfig
 
 _RECOMPUTED_LOCALLY: Final = ("core_attn", "mlp", "moe", "shared_experts")
 """Of Megatron's ``recompute_modules`` those that need no Transformer Engine."""

@@ -1,20 +1,15 @@
 """What can be run: the kinds of models that are proven, and how they may be divided."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 from transformers import PreTrainedConfig
 
 from verl_engine.contract.bounded import divisors
 from verl_engine.contract.errors import ConfigError, ModelError
+from verl_megatron_mindspeed.config import MegatronConfig
 from verl_megatron_mindspeed.model.hf_config import read_rotary
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from verl_megatron_mindspeed.config import MegatronConfig
 
 PROVEN: Final = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Model types whose logits our tests compare with those of transformers."""

@@ -1,14 +1,10 @@
 """A norm in plain PyTorch for Megatron's layers."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from megatron.core.transformer import TransformerConfig
 from torch.nn.functional import rms_norm
-
-if TYPE_CHECKING:
-    from megatron.core.transformer import TransformerConfig
 
 
 class RMSNorm(torch.nn.Module):

@@ -1,20 +1,16 @@
 """The state that training goes on from, under Hugging Face names, so that any division of the ranks may read it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
 from verl_engine.engine.lr_schedule import lr_multiplier
 from verl_engine.engine.weights.tensor_shards import TensorShards
-
-if TYPE_CHECKING:
-    from verl_megatron_mindspeed.model.build import MegatronModel
-    from verl_megatron_mindspeed.update.training import Training
-    from verl_megatron_mindspeed.weights.weight_map import WeightMap
+from verl_megatron_mindspeed.model.build import MegatronModel
+from verl_megatron_mindspeed.update.training import Training
+from verl_megatron_mindspeed.weights.weight_map import WeightMap
 
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 

@@ -1,19 +1,15 @@
 """Parts of the engine on the CPU, so that others can use its device meanwhile; and back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
 from verl_engine.contract.errors import UnsupportedError
 from verl_engine.engine.device import Device
+from verl_megatron_mindspeed.model.build import MegatronModel
 from verl_megatron_mindspeed.update.memory import FlatMemory, to_host
-
-if TYPE_CHECKING:
-    from verl_megatron_mindspeed.model.build import MegatronModel
-    from verl_megatron_mindspeed.update.training import Training
+from verl_megatron_mindspeed.update.training import Training
 
 PARTS: Final = ("parameters", "gradients", "optimizer")
 

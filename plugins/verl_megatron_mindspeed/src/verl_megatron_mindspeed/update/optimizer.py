@@ -1,19 +1,15 @@
 """Megatron's optimizer, built as the config says, and torch's inside it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 
+from verl_megatron_mindspeed.config import MegatronConfig
+from verl_megatron_mindspeed.model.build import MegatronModel
 from verl_megatron_mindspeed.update.slices import Slice
-
-if TYPE_CHECKING:
-    from verl_megatron_mindspeed.config import MegatronConfig
-    from verl_megatron_mindspeed.model.build import MegatronModel
 
 
 def wrap_chunks(config: MegatronConfig, model: MegatronModel) -> None:

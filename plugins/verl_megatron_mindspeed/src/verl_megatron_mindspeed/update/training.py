@@ -1,10 +1,8 @@
 """What turns gradients into other weights: Megatron's buffers and optimizer, and the schedule of learning rates."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -12,6 +10,8 @@ from verl_engine.contract.optimizer_step import OptimizerStep
 from verl_engine.engine.device import Device
 from verl_engine.engine.loss_scaler import LossScaler
 from verl_engine.engine.lr_schedule import lr_multiplier
+from verl_megatron_mindspeed.config import MegatronConfig
+from verl_megatron_mindspeed.model.build import MegatronModel
 from verl_megatron_mindspeed.parallel import Parallel
 from verl_megatron_mindspeed.update.gradient_norm import GradientNorm
 from verl_megatron_mindspeed.update.gradients import Gradients
@@ -25,10 +25,6 @@ from verl_megatron_mindspeed.update.optimizer import (
 from verl_megatron_mindspeed.update.slices import Slice, find_slices
 from verl_megatron_mindspeed.weights.pieces import Held
 from verl_megatron_mindspeed.weights.places import find_places
-
-if TYPE_CHECKING:
-    from verl_megatron_mindspeed.config import MegatronConfig
-    from verl_megatron_mindspeed.model.build import MegatronModel
 
 
 class Training:

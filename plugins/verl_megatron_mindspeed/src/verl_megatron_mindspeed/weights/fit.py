@@ -1,19 +1,14 @@
 """Whether a folder's weights are the model's."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from verl_engine.contract.errors import ModelError
+from verl_engine.engine.base import WeightSpec
 from verl_megatron_mindspeed.weights.folder import WeightFolder
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from verl_engine.engine.base import WeightSpec
 
 _LOG = logging.getLogger(__name__)
 _NUM_NAMED: Final = 10

@@ -1,26 +1,41 @@
 """The weights of a Hugging Face folder: rectangles read from its safetensors files."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from verl_engine.contract.errors import ModelError
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import torch
-
 _SINGLE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 _EXPERT: Final = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<part>gate|up|down)_proj\.weight")
+
+
+class _Stored:
+    """A weight in a file, alone or in a stack of experts."""
+
+    def __init__(
+        self, name: str, whole: Any, shape: tuple[int, ...], number: int | None = None, first_row: int = 0
+    ) -> None:
+        self.name = name
+        self.slice = whole
+        self.shape = shape
+        self._number = number
+        self._first_row = first_row
+
+    def place(self, inner: tuple[slice, ...]) -> tuple[slice, ...]:
+        """Say where in the file a rectangle of the weight is."""
+        if self._number is None:
+            return inner
+        rows = slice(inner[0].start + self._first_row, inner[0].stop + self._first_row)
+        return (slice(self._number, self._number + 1), rows, *inner[1:])
 
 
 class WeightFolder:
@@ -114,26 +129,6 @@ class WeightFolder:
             num_rows //= 2
         first_row = num_rows if expert["part"] == "up" else 0
         return _Stored(stack, whole, (num_rows, num_columns), int(expert["number"]), first_row)
-
-
-class _Stored:
-    """A weight in a file, alone or in a stack of experts."""
-
-    def __init__(
-        self, name: str, whole: Any, shape: tuple[int, ...], number: int | None = None, first_row: int = 0
-    ) -> None:
-        self.name = name
-        self.slice = whole
-        self.shape = shape
-        self._number = number
-        self._first_row = first_row
-
-    def place(self, inner: tuple[slice, ...]) -> tuple[slice, ...]:
-        """Say where in the file a rectangle of the weight is."""
-        if self._number is None:
-            return inner
-        rows = slice(inner[0].start + self._first_row, inner[0].stop + self._first_row)
-        return (slice(self._number, self._number + 1), rows, *inner[1:])
 
 
 def _paths(folder: Path) -> Iterator[Path]:

@@ -4,12 +4,11 @@ Each parameter is a stack of row blocks, each of them a rectangle of one weight:
 query-key-value matrix, one half of a gated matrix, an expert's matrix, or simply the rank's shard of one weight.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from typing import Self
 
 import torch
 
@@ -184,7 +183,7 @@ class Block:
     """Whether an earlier tensor-parallel rank holds the same."""
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece], *, is_copy: bool = False, is_replica: bool = False) -> Block:
+    def of(cls, pieces: Sequence[Piece], *, is_copy: bool = False, is_replica: bool = False) -> Self:
         """Put pieces of the same weight together."""
         ordered = tuple(sorted(pieces, key=lambda piece: piece.offsets))
         gaps = (upper.offsets[0] + upper.num_rows != lower.offsets[0] for upper, lower in pairwise(ordered))

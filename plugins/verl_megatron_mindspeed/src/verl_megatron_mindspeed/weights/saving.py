@@ -1,21 +1,14 @@
 """Writing a Hugging Face folder."""
 
-from __future__ import annotations
+from collections.abc import Iterable
+from pathlib import Path
 
-from typing import TYPE_CHECKING
-
+import torch
+from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from verl_engine.engine.weights.model_files import ModelFiles
 from verl_engine.engine.weights.model_folder import write_model_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
-    import torch
-    from transformers import PreTrainedConfig
-
-    from verl_engine.engine.weights.model_files import ModelFiles
 
 
 def save_pretrained(

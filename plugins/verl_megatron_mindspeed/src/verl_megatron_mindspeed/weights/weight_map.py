@@ -1,12 +1,9 @@
 """Weights under Hugging Face names, in and out of a Megatron model that is divided among ranks."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,16 +16,14 @@ from verl_engine.engine.weights.model_files import ModelFiles
 from verl_engine.engine.weights.module_weights import is_first_rank
 from verl_engine.engine.weights.shards import shard_of, shared_by
 from verl_engine.engine.weights.tensor_shards import TensorShards
+from verl_megatron_mindspeed.model.build import MegatronModel
+from verl_megatron_mindspeed.parallel import Parallel
 from verl_megatron_mindspeed.weights.agreement import num_ranks, on_all_ranks
 from verl_megatron_mindspeed.weights.fit import missing_weights, report
 from verl_megatron_mindspeed.weights.folder import WeightFolder
 from verl_megatron_mindspeed.weights.pieces import Block, Held
 from verl_megatron_mindspeed.weights.places import blocks_of, find_places
 from verl_megatron_mindspeed.weights.saving import save_pretrained
-
-if TYPE_CHECKING:
-    from verl_megatron_mindspeed.model.build import MegatronModel
-    from verl_megatron_mindspeed.parallel import Parallel
 
 
 @dataclass(frozen=True, slots=True)

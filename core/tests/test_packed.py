@@ -105,6 +105,14 @@ def test_a_loss_token_has_a_temperature_above_0(value: float) -> None:
         make([1, 2], temperature=[1.0, value])
 
 
+def test_ids_are_0_or_more_and_the_highest_is_known() -> None:
+    with pytest.raises(BatchError, match="token_ids has -1; ids are 0 or more"):
+        make([1, -1])
+    chosen = Sequence(np.array([1, 2]), np.array([False, True]), {"top_k_ids": np.array([[3], [40]])})
+    assert PackedBatch.from_sequences([chosen]).highest_id == 40
+    assert PackedBatch.from_sequences([make([5, 7]), make([6])]).highest_id == 7
+
+
 def test_sequences_with_loss_tokens_are_counted() -> None:
     silent = Sequence(np.array([1, 2, 3]), np.zeros(3, np.bool_))
     assert PackedBatch.from_sequences([make([1, 2]), silent, make([4, 5, 6, 7])]).num_loss_sequences == 2

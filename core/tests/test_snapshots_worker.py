@@ -99,6 +99,15 @@ def test_outputs_are_asked_for_by_name(worker: EngineWorker) -> None:
             worker.infer_outputs([[SEQUENCE]], (name,))
 
 
+def test_an_id_beyond_the_vocabulary_is_refused_before_the_model_sees_it(worker: EngineWorker) -> None:
+    worker.engine.vocab_size = 3
+    message = "token id 3 is beyond the model's vocabulary of 3: the sequences were made with another model's tokenizer"
+    with pytest.raises(BatchError, match=message):
+        worker.infer_outputs([[SEQUENCE]], ("log_probs",))
+    with pytest.raises(BatchError, match=message):
+        worker.train_batch([[SEQUENCE]], lambda output, _: (output.log_probs.sum(), {}))
+
+
 def test_experts_that_would_not_be_used_are_refused(worker: EngineWorker) -> None:
     field = {"routed_experts": np.zeros((len(SEQUENCE), 1, 1), np.int64)}
     with pytest.raises(UnsupportedError, match=r"engine\.router_replay=false would leave unused"):

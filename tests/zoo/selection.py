@@ -8,6 +8,7 @@ SELECTION: Final = {
     "bamba": "a recurrent state, by which positions cannot be counted",
     "bloom": "an attention of its own, with ALiBi",
     "deepseek_v3": "latent attention, experts chosen by a bias that stays in float32",
+    "deepseek_v32": "sparse attention, which is another under another name than sdpa",
     "gemma2": "a soft cap of the attention scores",
     "gpt_oss": "attention with sinks, no sdpa",
     "llama4_text": "chunked attention",

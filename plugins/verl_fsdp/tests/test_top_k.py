@@ -11,6 +11,7 @@ import torch
 
 from plugins.verl_fsdp.tests.test_head import write_model
 from tests.repository import ROOT
+from verl_engine.batch.sequence import Sequence
 from verl_engine.contract.errors import BatchError
 from verl_engine.engine.worker import EngineWorker
 from verl_engine.testing.conformance.reference import (
@@ -24,7 +25,6 @@ from verl_fsdp.config import Fsdp2Config
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from verl_engine.batch.sequence import Sequence
     from verl_engine.testing.rank_pools import OnRanks
 
 pytestmark = pytest.mark.dist
@@ -50,6 +50,9 @@ def distil(rank: int, folder: Path, settings: dict[str, Any], sequences: list[Se
     for wrong, message in ((-1, "top_k=-1 ids of each"), (V + 1, f"top_k={V + 1} asks for more ids .*; use 1 to {V}")):
         with pytest.raises(BatchError, match=message):
             page["with_teacher"](worker, [sequences], wrong)
+    beyond = Sequence(np.array([1, V]), np.array([False, True]))
+    with pytest.raises(BatchError, match=f"token id {V} is beyond the model's vocabulary of {V}"):
+        worker.infer_outputs([[beyond]], ("log_probs",))
     report = worker.train_batch(taught, page["divergence"])
     return {"taught": taught[0], "report": report}
 

@@ -66,7 +66,7 @@ class TestPipeline(EngineConformance):
 
     backend = "megatron"
     settings: ClassVar[Mapping[str, Any]] = {"pipeline_parallel_size": 2}
-    only = (
+    only: ClassVar[tuple[str, ...]] = (
         "accumulation/all_ranks",
         "accumulation/report",
         "config/ranks",
@@ -80,7 +80,7 @@ class TestPipeline(EngineConformance):
 
 @pytest.mark.nightly
 class TestPipelineInMore(TestPipeline):
-    only = ("accumulation/token_temperatures", "recovery", "top_k")
+    only: ClassVar[tuple[str, ...]] = ("accumulation/token_temperatures", "recovery", "top_k")
 
 
 @pytest.mark.dist
@@ -89,7 +89,7 @@ class TestSplitVocabulary(EngineConformance):
 
     backend = "megatron"
     settings: ClassVar[Mapping[str, Any]] = {"tensor_parallel_size": 2}
-    only = (
+    only: ClassVar[tuple[str, ...]] = (
         "config/ranks",
         "optimizer/decay_vectors",
         "top_k",
@@ -103,7 +103,7 @@ class TestSplitSequences(EngineConformance):
 
     backend = "megatron"
     settings: ClassVar[Mapping[str, Any]] = {"context_parallel_size": 2}
-    only = ("accumulation/token_temperatures", "config/ranks", "top_k")
+    only: ClassVar[tuple[str, ...]] = ("accumulation/token_temperatures", "config/ranks", "top_k")
 
 
 REPLAY = ("router_replay/given", "router_replay/said")
@@ -122,7 +122,7 @@ class TestSplitExperts(EngineConformance):
         "recompute": "selective",
         "recompute_modules": ["moe"],
     }
-    only = REPLAY
+    only: ClassVar[tuple[str, ...]] = REPLAY
 
 
 @pytest.mark.dist
@@ -131,7 +131,7 @@ class TestExpertsInPipeline(EngineConformance):
 
     backend = "megatron"
     settings: ClassVar[Mapping[str, Any]] = {"pipeline_parallel_size": 2, "recompute": "full"}
-    only = REPLAY
+    only: ClassVar[tuple[str, ...]] = REPLAY
 
 
 @pytest.mark.nightly
@@ -140,4 +140,4 @@ class TestExpertsOfSplitSequences(EngineConformance):
 
     backend = "megatron"
     settings: ClassVar[Mapping[str, Any]] = {"context_parallel_size": 2, "expert_parallel_size": 2}
-    only = REPLAY
+    only: ClassVar[tuple[str, ...]] = REPLAY

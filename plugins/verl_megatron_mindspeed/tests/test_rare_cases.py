@@ -14,7 +14,7 @@ from plugins.verl_megatron_mindspeed.tests.engines import LAYOUTS, WHOLE, anothe
 from plugins.verl_megatron_mindspeed.tests.model_families import write_family
 from plugins.verl_megatron_mindspeed.tests.prepared_ranks import prepared
 from verl_engine.batch.sequence import Sequence
-from verl_engine.contract.errors import UnsupportedError
+from verl_engine.contract.errors import BatchError, UnsupportedError
 from verl_engine.engine.checkpoints.store import CheckpointStore
 from verl_engine.engine.worker import EngineWorker
 from verl_engine.testing.conformance.driver import differences
@@ -74,6 +74,9 @@ ODD_LENGTHS: Final = ((1, 2), (1,), (1, 1, 3), (600,), (5, 1, 70))
 def train_on_odd_lengths(rank: int, folder: Path, settings: dict[str, Any]) -> list[float]:
     """Give all to data rank 0, and as many empty micro-batches to others; return losses, norms and log-probs."""
     driver = new_driver(folder, rank, **settings)
+    beyond = Sequence(np.array([1, 33]), np.array([False, True]))  # 33 is a row that fills up the vocabulary
+    with pytest.raises(BatchError, match="token id 33 is beyond the model's vocabulary of 33"):
+        driver.infer([beyond])
     found = []
     for lengths in ODD_LENGTHS:
         batch = [sequence(length, seed) for seed, length in enumerate((*lengths, 4))]

@@ -57,6 +57,8 @@ class PackedBatch:
     top_k: int = 0
     """How many of each distribution's most likely ids a forward is to find, with their log-probs. At 0 it gives the
     log-probs of those that the field ``top_k_ids`` names, if there is one."""
+    highest_id: int = 0
+    """Of all token ids, those of ``top_k_ids`` among them."""
 
     @classmethod
     def from_sequences(
@@ -99,6 +101,7 @@ class PackedBatch:
             loss_positions=torch.from_numpy(np.flatnonzero(loss_mask)).to(device),
             has_own_positions=own_positions,
             top_k=top_k,
+            highest_id=max(map(_highest_id, laid)),
         )
 
     @property
@@ -139,6 +142,11 @@ class PackedBatch:
         for at, index in enumerate(self.order):
             result[index] = parts[at]
         return result
+
+
+def _highest_id(sequence: Sequence) -> int:
+    chosen = sequence.fields.get("top_k_ids")
+    return int(max(sequence.token_ids.max(), 0 if chosen is None else chosen.max(initial=0)))
 
 
 def _positions(sequence: Sequence) -> npt.NDArray[np.int64]:

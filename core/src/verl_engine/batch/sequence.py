@@ -21,7 +21,7 @@ class Sequence:
     """
 
     token_ids: npt.NDArray[np.int64]
-    """[L]; L >= 1."""
+    """[L], 0 or more; L >= 1."""
     loss_mask: npt.NDArray[np.bool_]
     """[L]."""
     fields: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
@@ -35,15 +35,17 @@ class Sequence:
     """[L], or [axes, L] for a model whose positions have several; by default 0, 1, 2 and so on."""
 
     def __post_init__(self) -> None:
-        """Check lengths, temperatures, top-k ids, and the first token's mask.
+        """Check ids, lengths, temperatures, and the first token's mask.
 
         Raises:
-            BatchError: an array has another length than the tokens, the temperature of a loss token is not above 0,
-                ``top_k_ids`` are no ids, or the first token is in the loss.
+            BatchError: an array has another length than the tokens, ``token_ids`` or ``top_k_ids`` are no ids, the
+                temperature of a loss token is not above 0, or the first token is in the loss.
         """
         length = len(self.token_ids)
         if length == 0:
             raise BatchError("a sequence needs at least one token")
+        if (lowest := self.token_ids.min()) < 0:
+            raise BatchError(f"token_ids has {lowest}; ids are 0 or more")
         for name, array in self.fields.items():
             if array.shape[:1] != (length,):
                 raise BatchError(f"{name} has shape {array.shape}, but the sequence has {length} tokens")

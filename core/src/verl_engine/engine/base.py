@@ -68,6 +68,8 @@ class Engine(ABC):
     gradient_divisor: int
     """By what the backend's own gradient reduction divides the sum over ranks: the data-parallel size where it
     averages, 1 where it sums. The core multiplies it back, so that no rank count changes the gradient."""
+    vocab_size: int | None = None
+    """Token ids of batches are below it; None where the engine does not say, and they are not checked."""
     weights_id: int = 0
     """Changes whenever the weights do; see `note_weights_changed`."""
 

@@ -69,6 +69,8 @@ class ModuleEngine(Engine):
         self.data_parallel = data_parallel or DataParallel(rank=0, size=1, group=None)
         self.gradient_divisor = self.data_parallel.size
         self.module = module
+        embeddings = getattr(module, "get_input_embeddings", lambda: None)()
+        self.vocab_size = getattr(embeddings, "num_embeddings", None)
         self.weights = weights or EngineWeights(module.to(device.torch_device))
         self.parameters = self.weights.parameters
         self._folder_writer = ModelFolderWriter(module)

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from verl_engine.batch.packed import PackedBatch
-    from verl_engine.contract.engine_config import EngineConfig
     from verl_engine.contract.optimizer_step import OptimizerStep
     from verl_engine.engine.base import Engine, LossFn
     from verl_engine.host.backend_host import BackendHost
@@ -74,8 +73,9 @@ def train_step(
         learning_rate: of this step, used as it is; by default the schedule's.
     Raises:
         ConfigError: the learning rate is no number of 0 or more, or the normaliser none above 0.
-        BatchError: the ranks bring different numbers of micro-batches, or no token is in the loss.
-        UnsupportedError: sequences bring what `require_used` refuses.
+        BatchError: the ranks bring different numbers of micro-batches, no token is in the loss, or an id is beyond the
+            vocabulary.
+        UnsupportedError: sequences bring what `require_usable` refuses.
         Exception: whatever the model or the loss raises; the gradient is forgotten first, so the next step is right.
     Collectives: over the data-parallel group one all-reduce of counts and one or two of the results, besides the
         backend's own.
@@ -83,7 +83,7 @@ def train_step(
     if learning_rate is not None and not 0 <= learning_rate < math.inf:
         raise ConfigError(f"learning_rate={learning_rate} of a step must be a number of 0 or more")
     _require_normalizer(normalizer)
-    require_used(host, engine.config, micro_batches)
+    require_usable(host, engine, micro_batches)
     counts = _count(engine, micro_batches, normalizer)
     engine.set_training(True)
     run = MicroBatchPass(
@@ -112,17 +112,24 @@ def train_step(
     )
 
 
-def require_used(host: BackendHost, config: EngineConfig, micro_batches: Sequence[PackedBatch]) -> None:
+def require_usable(host: BackendHost, engine: Engine, micro_batches: Sequence[PackedBatch]) -> None:
     """Refuse own positions, experts, and ids of which log-probs are wanted, where the engine would not use them.
 
     Raises:
+        BatchError: an id is beyond the vocabulary.
         UnsupportedError: the backend declares the gap, or the config does not ask for it.
     """
+    highest = max((batch.highest_id for batch in micro_batches), default=0)
+    if engine.vocab_size is not None and highest >= engine.vocab_size:
+        raise BatchError(
+            f"token id {highest} is beyond the model's vocabulary of {engine.vocab_size}: the sequences were made with "
+            "another model's tokenizer, or with tokens that this model does not have"
+        )
     if any(batch.has_own_positions for batch in micro_batches):
         host.require("own_positions")
     if any(batch.top_k or "top_k_ids" in batch.fields for batch in micro_batches):
         host.require("top_k_log_probs")
-    if not config.router_replay and any(FIELD in batch.fields for batch in micro_batches):
+    if not engine.config.router_replay and any(FIELD in batch.fields for batch in micro_batches):
         host.require("router_replay")
         raise UnsupportedError(
             f"the sequences bring {FIELD}, which engine.router_replay=false would leave unused; set it to true, or "

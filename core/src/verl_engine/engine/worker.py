@@ -22,7 +22,7 @@ from verl_engine.engine.process_group import SharedGroup
 from verl_engine.engine.snapshots.manager import Snapshots
 from verl_engine.engine.temperature import temperature_of
 from verl_engine.engine.token_output import OutputName
-from verl_engine.engine.train_step import StepReport, require_used, train_step
+from verl_engine.engine.train_step import StepReport, require_usable, train_step
 from verl_engine.engine.weights.bucket import WeightBucket, plan_buckets, write_bucket
 from verl_engine.host.backend_host import BackendHost
 
@@ -201,7 +201,7 @@ class EngineWorker:
         Raises:
             UnsupportedError: the config does not ask for one of them, or the backend declares the gap.
             ConfigError: a name is another one.
-            BatchError: `top_k` is negative, or the vocabulary does not have so many ids.
+            BatchError: `top_k` is negative, or the vocabulary does not have so many ids, or not a token's.
         """
         for name in names:
             require_choice("name", name, OutputName)
@@ -215,7 +215,7 @@ class EngineWorker:
         ):
             for sequences in micro_batches:
                 batch = PackedBatch.from_sequences(sequences, engine.device.torch_device, top_k)
-                require_used(self._host, self._config, [batch])
+                require_usable(self._host, engine, [batch])
                 output = engine.forward(batch, temperature_of(batch, temperature))
                 parts = {name: batch.unpack(getattr(output, name).cpu()) for name in names}
                 results.append(

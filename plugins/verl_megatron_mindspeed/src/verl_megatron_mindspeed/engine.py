@@ -74,6 +74,7 @@ class MegatronEngine(Engine):
         config = self.config
         on_all_ranks(partial(check_folder, config, model_folder), "the model's config")
         self.model = build_model(config, model_folder, self.parallel, self.device)
+        self.vocab_size = self.model.vocab_size
         self.weights = WeightMap(self.model, self.parallel, self.device)
         self.weights.load_folder(model_folder)
         self._training = None if config.forward_only else Training(config, self.model, self.parallel, self.device)

@@ -8,6 +8,7 @@ Shapes: B rows, H query heads, K key heads, E tokens attended to, D head dim.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -16,17 +17,45 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from transformers import PreTrainedModel
 
 _NAME: Final = "verl_async_grouped"
 
 
-def use_grouped_attention(model: PreTrainedModel) -> None:
-    """Have a model that would use transformers' sdpa use this, where it asks transformers for its attention."""
-    if model.config._attn_implementation == "sdpa" and model._supports_attention_backend:  # noqa: SLF001
-        AttentionInterface.register(_NAME, _attention)
-        AttentionMaskInterface.register(_NAME, sdpa_mask)
-        model.set_attn_implementation(_NAME)
+def use_grouped_attention(model: PreTrainedModel) -> bool:
+    """Have a model that would use transformers' sdpa use this, where it asks transformers for its attention.
+
+    The caller must try it: some models do something else where the name of their attention is not ``sdpa``.
+
+    Returns:
+        Whether the model uses it now; `give_back_attention` undoes it.
+    """
+    if model.config._attn_implementation != "sdpa" or not model._supports_attention_backend:  # noqa: SLF001
+        return False
+    AttentionInterface.register(_NAME, _attention)
+    AttentionMaskInterface.register(_NAME, sdpa_mask)
+    model.set_attn_implementation(_NAME)
+    return True
+
+
+def give_back_attention(model: PreTrainedModel) -> None:
+    """Let a model use transformers' own attention again."""
+    model.set_attn_implementation("sdpa")
+
+
+@contextmanager
+def own_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model use transformers' own attention inside."""
+    is_grouped = model.config._attn_implementation == _NAME  # noqa: SLF001
+    if is_grouped:
+        give_back_attention(model)
+    try:
+        yield
+    finally:
+        if is_grouped:
+            use_grouped_attention(model)
 
 
 def _attention(

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from verl_async.rollout.grouped_attention import use_grouped_attention
 from verl_engine.contract.errors import ModelError
 from verl_engine.contract.model_code import why_not_loaded
 from verl_engine.engine.exact_attention import needs_eager
@@ -36,7 +35,6 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTra
     assert isinstance(model, PreTrainedModel)
     if needs_eager(model.config):
         model.set_attn_implementation("eager")
-    use_grouped_attention(model)
     torch.nn.Module.to(model, device)  # Module's own: the override in transformers is untyped.
     model.requires_grad_(requires_grad=False)
     model.train(mode=False)

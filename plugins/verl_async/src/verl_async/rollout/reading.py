@@ -13,6 +13,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from verl_async.rollout.cached_model import CachedModel
+from verl_async.rollout.grouped_attention import give_back_attention, own_attention, use_grouped_attention
 from verl_async.rollout.positions import max_num_tokens
 from verl_async.rollout.slot_model import SlotModel
 from verl_async.rollout.uncached_model import UncachedModel
@@ -42,6 +43,8 @@ rounding may send tokens to other experts."""
 def find_reading(model: PreTrainedModel) -> Reading:
     """Try the ways from the fastest on, and return the first that gives the logits of a whole forward of each row.
 
+    A model in slots, whose layers are all of usual attention, gets grouped attention if that is right too.
+
     Args:
         model: ready to generate.
     Raises:
@@ -54,14 +57,17 @@ def find_reading(model: PreTrainedModel) -> Reading:
         ways = ["equal lengths", "anew"]  # rounding would hide what padding does to the state
     name, reason = type(model).__name__, ""
     for way in ways:
+        tolerance = _TOLERANCE.get(model.dtype, _COARSE[way])
         try:
             with torch.inference_mode():
                 difference = _difference(model, way)
         except Exception as error:  # noqa: BLE001 - models raise all kinds where they are not made for this
             reason = f"a trial ended with {type(error).__name__}: {error}"
             continue
-        if difference <= _TOLERANCE.get(model.dtype, _COARSE[way]):
-            if way != "slots":
+        if difference <= tolerance:
+            if way == "slots":
+                _try_grouped_attention(model, tolerance)
+            else:
                 _LOG.warning("%s cannot be batched continuously: %s", name, _COSTS[way])
             return way
         reason = f"in a trial, token by token, its logits were {difference:.1e} of their size off those of one forward"
@@ -69,6 +75,18 @@ def find_reading(model: PreTrainedModel) -> Reading:
         f"{name} is not a causal language model that the embedded rollout engine can run in "
         f"{str(model.dtype).removeprefix('torch.')}: {reason}"
     )
+
+
+def _try_grouped_attention(model: PreTrainedModel, tolerance: float) -> None:
+    if not use_grouped_attention(model):
+        return
+    with torch.inference_mode():
+        try:
+            is_right = _difference(model, "slots") <= tolerance
+        except Exception:  # noqa: BLE001 - as above
+            is_right = False
+    if not is_right:
+        give_back_attention(model)
 
 
 _COSTS: Final = {
@@ -116,7 +134,8 @@ def _difference_of(model: PreTrainedModel, way: Reading, contexts: Sequence[tupl
 
 
 def _whole_forward(model: PreTrainedModel, ids: tuple[int, ...]) -> torch.Tensor:
-    logits: torch.Tensor = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits
+    with own_attention(model):
+        logits: torch.Tensor = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits
     return logits[0]
 
 

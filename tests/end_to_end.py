@@ -61,6 +61,11 @@ class Cluster:
     def is_alive(self) -> bool:
         return _answers(int(self.address.rpartition(":")[2]))
 
+    def kill_head(self) -> None:
+        """End the process that knows of all others."""
+        [number] = [each for each in marked_processes(self.mark) if "gcs_server " in _title(each)]
+        os.kill(number, signal.SIGKILL)
+
     @property
     def environment(self) -> dict[str, str]:
         """What its processes and its jobs have in common."""

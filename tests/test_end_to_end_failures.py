@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.end_to_end import Job
+from tests.end_to_end import Cluster, Job
 from tests.test_end_to_end_train import check_model_loads
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.end_to_end import Cluster, Ended, Task
+    from tests.end_to_end import Ended, Task
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -72,7 +72,22 @@ def test_ray_itself_is_killed(task: Task, tmp_path: Path, name: str) -> None:
     assert not (ended.output / "model" / "RESCUED.txt").exists()
 
 
-def check_failed(ended: Ended, message: str) -> None:
+@pytest.mark.fault(14)
+@pytest.mark.nightly
+def test_a_cluster_of_elsewhere_is_killed(task: Task, tmp_path: Path) -> None:
+    with (
+        Cluster.start(tmp_path) as cluster,
+        Job("train", task.train, tmp_path / "out", (LONG, "trainer.num_ranks=2"), cluster) as job,
+    ):
+        job.wait_for_steps(2)
+        cluster.kill_head()
+        ended = job.wait(120)
+    # Ray ends all processes of a head with it, the trainer's too.
+    check_failed(ended, rf"the Ray cluster at {cluster.address} does not answer any more", is_model_there=False)
+    assert "the model is lost" in ended.stderr
+
+
+def check_failed(ended: Ended, message: str, *, is_model_there: bool = True) -> None:
     assert ended.code == 2, ended.stderr
     assert "error: " in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -80,5 +95,6 @@ def check_failed(ended: Ended, message: str) -> None:
     assert ended.summary["status"] == "failed"
     assert re.search(message, ended.summary["error"])
     assert ended.summary["num_steps"] >= 1
-    check_model_loads(ended.output / "model")
+    if is_model_there:
+        check_model_loads(ended.output / "model")
     assert (ended.output / "error.log").exists()

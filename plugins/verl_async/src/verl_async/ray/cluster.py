@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 import ray
 
@@ -31,7 +32,11 @@ _QUIET: Final[dict[str, Any]] = {"logging_level": logging.ERROR, "log_to_driver"
 
 _KNOCK_S: Final = 10.0
 _LOOK_S: Final = 0.5
-"""How often to look whether Ray's own processes live."""
+"""How often to look whether Ray's own processes live, on this machine."""
+_CALL_S: Final = 5.0
+"""How often to knock at a cluster of elsewhere."""
+_SILENT_S: Final = 20.0
+"""A cluster that does not open its door for so long is dead; after a minute Ray would end this process."""
 
 
 class ClusterDiedError(ActorError):
@@ -43,27 +48,49 @@ class Cluster:
     """The running cluster."""
 
     local: LocalCluster | None
-    """None where it is not ours to watch."""
+    """None where it was not started for this job."""
+    address: str = ""
+    """Where its head listens, host:port, if it was not."""
 
     async def alive_during(self, work: Awaitable[T]) -> T:
         """Await something for as long as Ray lives.
 
         Raises:
-            ClusterDiedError: a process of Ray ended; the work is cancelled.
+            ClusterDiedError: a process of Ray ended, or its head does not answer any more; the work is cancelled.
         """
         task = asyncio.ensure_future(work)
+        watch = asyncio.ensure_future(self._watch())
         try:
-            while not task.done():
-                await asyncio.wait({task}, timeout=_LOOK_S)
-                # Ray itself says so after a minute, and then ends this process.
-                if self.local is not None and not task.done() and (dead := self.local.dead_process()):
-                    raise ClusterDiedError(
-                        f"Ray's own process {dead} ended, without which the job cannot go on. If the machine ran out "
-                        "of memory, lower trainer.max_tokens_per_micro_batch or rollout.max_batch_prompts"
-                    )
-            return task.result()
+            await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else watch.result()
+        except ActorError as error:
+            # Actors that end with their cluster may be noticed first.
+            if self.local is None and not isinstance(error, ClusterDiedError) and not await _is_open(self.address):
+                raise self._silence() from error
+            raise
         finally:
-            await end(task)
+            await end(task, watch)
+
+    def _silence(self) -> ClusterDiedError:
+        return ClusterDiedError(
+            f"the Ray cluster at {self.address} does not answer any more, without which the job cannot go on"
+        )
+
+    async def _watch(self) -> NoReturn:
+        """Look whether Ray lives, until it does not."""
+        heard = time.monotonic()
+        while True:
+            await asyncio.sleep(_LOOK_S if self.local is not None else _CALL_S)
+            if self.local is None:
+                if await _is_open(self.address):
+                    heard = time.monotonic()
+                elif time.monotonic() - heard >= _SILENT_S:
+                    raise self._silence()
+            elif dead := self.local.dead_process():
+                raise ClusterDiedError(
+                    f"Ray's own process {dead} ended, without which the job cannot go on. If the machine ran out of "
+                    "memory, lower trainer.max_tokens_per_micro_batch or rollout.max_batch_prompts"
+                )
 
 
 @contextmanager
@@ -100,7 +127,9 @@ def _connect(config: RayConfig, num_actors: int) -> tuple[Cluster, str]:
             local = LocalCluster(config, num_actors, _QUIET)
             return Cluster(local), _log_folder(local.context)
         _knock(address)
-        return Cluster(None), _log_folder(ray.init(address=address, **_QUIET))
+        context = ray.init(address=address, **_QUIET)
+        about = getattr(context, "address_info", {})  # a connection through ray:// has none
+        return Cluster(None, about.get("gcs_address") or address.removeprefix("ray://")), _log_folder(context)
     except ConfigError:
         raise
     except Exception as error:
@@ -124,6 +153,21 @@ def _knock(address: str) -> None:
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host, int(port)), timeout=_KNOCK_S).close()
+
+
+async def _is_open(address: str) -> bool:
+    """Whether somebody listens at a host:port; where none is known, that cannot be told."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        return True
+    try:
+        async with asyncio.timeout(_CALL_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            writer.close()
+            await writer.wait_closed()
+    except OSError:  # TimeoutError too
+        return False
+    return True
 
 
 def _undisturbed(thread: ThreadPoolExecutor, call: Callable[[], T]) -> T:

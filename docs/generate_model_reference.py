@@ -18,6 +18,7 @@ COLUMNS: Final = ("packed", "padded", "saved", "lora", "rollout", "sync")
 CELLS: Final = {
     "right": "yes",
     "right in rows": "in rows",
+    "right mixed lengths": "in batches",
     "right equal lengths": "by length",
     "right anew": "slow",
     "refused": "refused",
@@ -38,7 +39,8 @@ transformers' own model, eager and sequence by sequence: {architectures} archite
 - `saved`: a model saved untrained equals its source, bit for bit, for transformers.
 - `lora`: with untrained adapters on all linear layers, log-probs and the saved model are those of the source.
 - `rollout`: the embedded engine, prompts of mixed lengths: each token's log-prob is that of a whole forward.
-  *by length*: only prompts of one length share a batch, for padding would change the others.
+  *in batches*: requests cannot join a running batch; it is generated to its end before the next begins.
+  *by length*: so too, and only prompts of one length share a batch, for padding would change the others.
   *slow*: no state is kept between tokens, so that each token costs a forward of all before it.
 - `sync`: untrained weights, sent in bfloat16 to a rollout engine in bfloat16, leave it as it was.
 

@@ -37,13 +37,22 @@ model: {path: MODEL}
 engine: {backend: fsdp2, learning_rate: 1.0e-3, device: cpu}
 data: {prompts: PROMPTS, seed: 3}
 reward: {function: plus_signs.score}
-rollout: {n: 4, max_response_tokens: 5, max_batch_prompts: 3, device: cpu}
+rollout: {n: 4, max_response_tokens: 5, max_batch_prompts: 3, device: cpu, deterministic: true}
 async_training: {staleness_threshold: 0, trigger_parameter_sync_step: 1, require_batches: 2}
 trainer: {num_steps: 3, mini_batch_size: 4, max_tokens_per_micro_batch: 100}
 """
 REWARD = """
+import asyncio
+import random
+
+
 def score(data_source, solution_str, ground_truth, extra_info):
     return solution_str.count("+") + 0.1 * len(solution_str)
+
+
+async def score_in_any_order(**sample):
+    await asyncio.sleep(random.random() / 5)
+    return score(**sample)
 """
 
 
@@ -59,7 +68,7 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def train_in_a_plain_loop(rank: int, recipe: Path, folder: Path) -> None:
+def train_in_a_plain_loop(rank: int, recipe: Path, folder: Path, num_ranks: int) -> None:
     """Generate, score, train, copy the weights; one after the other, no queue and no other process."""
     sys.path.append(str(recipe.parent))
     job = load_train_job(recipe, [])
@@ -69,7 +78,7 @@ def train_in_a_plain_loop(rank: int, recipe: Path, folder: Path) -> None:
     reward = load_reward(RewardFunctionConfig(function="plus_signs.score"))
     assert isinstance(job.rollout, EmbeddedConfig)
     rollout = EmbeddedEngine(job.rollout, job.model.path)
-    worker = EngineWorker(job.engine, job.model.path, rank)
+    worker = EngineWorker(job.engine, job.model.path, rank, num_ranks)
     worker.create()
     algorithm = Algorithm.load(job.algorithm)
     number = 0
@@ -80,19 +89,19 @@ def train_in_a_plain_loop(rank: int, recipe: Path, folder: Path) -> None:
             number += size
             sampling = texts.sampling(job.rollout)
             answers = generate(
-                rollout, [r for draw in draws for r in draw.requests(4, sampling, job.data.seed)], sealed=True
+                rollout, [d.request(place, sampling, job.data.seed) for d in draws for place in range(4)], sealed=True
             )
             for index, draw in enumerate(draws):
                 own = answers[4 * index : 4 * index + 4]
                 texts_of_own = [decode_response(texts.tokenizer, answer.token_ids) for answer in own]
                 samples = [Sample(draw.encoded.prompt, text, "") for text in texts_of_own]
                 rewards = [read_result(reward(**sample.arguments)).score for sample in samples]
-                groups.append(ScoredGroup(draw, tuple(own), tuple(rewards), (False,) * 4, 0))
+                groups.append(ScoredGroup(draw, tuple(own), tuple(rewards), (False,) * 4))
         for start in (0, 4):
             part = groups[start : start + 4]
             sequences = with_advantages(part, build_sequences(part, (), "rollout"), algorithm)
-            plan = SharePlan.of(sequences, 1, job.trainer.max_tokens_per_micro_batch)
-            worker.train_batch(plan.pick(sequences)[0], algorithm.loss, job.rollout.temperature)
+            plan = SharePlan.of(sequences, num_ranks, job.trainer.max_tokens_per_micro_batch)
+            worker.train_batch(plan.pick(sequences)[rank], algorithm.loss, job.rollout.temperature)
         names = [spec.name for spec in worker.engine.weight_specs()]
         send_weights(rollout, worker.engine.full_weights(names), step + 1)
     worker.save_pretrained(folder)
@@ -104,11 +113,25 @@ def load(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.dist
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_ranks", "num_workers", "reward"),
+    [
+        (1, 1, "score"),
+        (2, 2, "score_in_any_order"),
+        pytest.param(1, 2, "score_in_any_order", marks=pytest.mark.nightly),
+        pytest.param(2, 1, "score_in_any_order", marks=pytest.mark.nightly),
+    ],
+)
 def test_staleness_zero_equals_a_plain_synchronous_loop(
-    recipe: Path, tmp_path: Path, on_ranks: OnRanks, cluster: Cluster
+    recipe: Path, tmp_path: Path, on_ranks: OnRanks, cluster: Cluster, num_ranks: int, num_workers: int, reward: str
 ) -> None:
-    on_ranks(train_in_a_plain_loop, recipe, tmp_path / "sync", world_size=1)
-    run("train", recipe, tmp_path / "async", cluster=cluster)
+    on_ranks(train_in_a_plain_loop, recipe, tmp_path / "sync", num_ranks, world_size=num_ranks)
+    settings = (
+        f"trainer.num_ranks={num_ranks}",
+        f"rollout.num_workers={num_workers}",
+        f"reward.function=plus_signs.{reward}",
+    )
+    run("train", recipe, tmp_path / "async", *settings, cluster=cluster)
     before, expected, found = load(tmp_path / "model"), load(tmp_path / "sync"), load(tmp_path / "async" / "model")
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)

@@ -27,7 +27,7 @@ SUMMARY_KEYS = {
 def test_one_rank_leaves_complete_results(task: Task, tmp_path: Path) -> None:
     ended = run("train", task.train, tmp_path / "out", evaluation(task))
     check_training(ended, task.model)
-    check_results(ended, 3, {"trainer", "rollouter-0"})
+    check_results(ended, 3, {"trainer", "rollouter-0", "scoring"})
 
 
 @pytest.mark.nightly
@@ -51,7 +51,7 @@ def test_two_ranks_two_workers_ahead_of_training(task: Task, tmp_path: Path, clu
         evaluation(task), cluster=cluster,
     )  # fmt: skip
     check_training(ended, task.model)
-    check_results(ended, 4, {"trainer", "rollouter-0", "rollouter-1"})
+    check_results(ended, 4, {"trainer", "rollouter-0", "rollouter-1", "scoring"})
     assert all(record["staleness_max"] <= 2 for record in ended.records("step"))
     assert all(math.isfinite(record["importance_weight"]) for record in ended.records("step"))
     assert [record["weight_version"] for record in ended.records("step")] == [0, 1, 1, 2]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 
+from plugins.verl_async.tests.fake_rollout import STOP, FakeRollout
 from verl_async.algorithms.algorithm import Algorithm
 from verl_async.config import AlgorithmConfig, RolloutConfig, TrainJob
 from verl_async.data.prompts import Prompt
@@ -24,14 +25,14 @@ from verl_async.orchestrator.samples import Draw, EncodedPrompt, ScoredGroup
 from verl_async.orchestrator.scoring import Scorer
 from verl_async.orchestrator.timeline import Timeline
 from verl_async.rollout.in_process import InlineTransport
-from verl_async.rollout.interface import Acknowledgement, Generation, SamplingParams
+from verl_async.rollout.interface import Generation, SamplingParams
 from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.optimizer_step import OptimizerStep
 from verl_engine.engine.train_step import StepReport
-from verl_engine.engine.weights.bucket import WeightBucket, combine_checksums
+from verl_engine.engine.weights.bucket import WeightBucket
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     import numpy.typing as npt
 
@@ -40,13 +41,9 @@ if TYPE_CHECKING:
     from verl_async.orchestrator.async_training import AsyncTraining
     from verl_async.orchestrator.inputs import ModelTexts
     from verl_async.orchestrator.policy_update import PolicyUpdate
-    from verl_async.rollout.interface import GenerationRequest, WeightTransport
     from verl_engine.batch import sequence
     from verl_engine.engine.base import LossFn
     from verl_engine.engine.train_step import Normalizer
-
-STOP = 99
-"""The token that ends a fake answer."""
 
 
 class FakeTrainer:
@@ -135,102 +132,6 @@ class FakeTrainer:
         """Nothing to write."""
 
 
-class FakeRollout:
-    """Answers a prompt with its tokens counted up by one, one token each `token_s`; as a `RolloutClient`."""
-
-    def __init__(self, index: int = 0, token_s: float = 0.0, num_tokens: int = 3) -> None:
-        self.name = f"rollouter-{index}"
-        self.token_s = token_s
-        self.num_tokens = num_tokens
-        self.version = 0
-        self.calls: list[list[GenerationRequest]] = []
-        self.num_interrupts = 0
-        self.generating = False
-        self.loading = False
-        self.loaded: list[int] = []
-        self.begun = (0, 0)
-        self._interrupted = asyncio.Event()
-
-    async def generate(self, requests: list[GenerationRequest]) -> list[Generation]:
-        assert not self.generating, "one generate at a time"
-        assert not self.loaded, "generate while weights are on their way"
-        self.calls.append(requests)
-        self.generating = True
-        self._interrupted.clear()
-        try:
-            return await self._generate(requests)
-        finally:
-            self.generating = False
-
-    async def _generate(self, requests: list[GenerationRequest]) -> list[Generation]:
-        rows = [request.so_far[0] if request.so_far else Generation() for request in requests]
-        rows = [Generation(list(row.token_ids), list(row.log_probs), list(row.weight_versions)) for row in rows]
-        length = {id(row): self.length(request) for row, request in zip(rows, requests, strict=True)}
-        while any(len(row.token_ids) < length[id(row)] for row in rows) and not self._interrupted.is_set():
-            await asyncio.sleep(self.token_s)
-            for row, request in zip(rows, requests, strict=True):
-                if (place := len(row.token_ids)) < length[id(row)]:
-                    last = place == length[id(row)] - 1
-                    row.token_ids.append(STOP if last else request.prompt_ids[0] + place + 1)
-                    row.log_probs.append(-1.0 - place)
-                    row.weight_versions.append(self.version)
-            self.after_token(rows)
-        for row in rows:
-            row.finish_reason = "stop" if len(row.token_ids) == length[id(row)] else "interrupted"
-        return rows
-
-    def after_token(self, rows: list[Generation]) -> None:
-        """What happens after each token; tests override it."""
-
-    def length(self, request: GenerationRequest) -> int:
-        """How long an answer gets; tests override it."""
-        return min(self.num_tokens, request.sampling.max_new_tokens)
-
-    async def interrupt(self) -> None:
-        self.num_interrupts += 1
-        self._interrupted.set()
-
-    async def begin_weights(self, version: int, plan: Sequence[WeightBucket], transport: WeightTransport) -> None:
-        assert not self.generating, "new weights while generating"
-        assert isinstance(transport, InlineTransport)
-        self.begun, self.loaded = (version, len(plan)), []
-
-    async def load_bucket(self, delivery: BucketDelivery) -> None:
-        assert not self.generating, "new weights while generating"
-        assert not self.loading, "an engine loads one bucket at a time"
-        self.loading = True
-        try:
-            await self.read(delivery)
-        finally:
-            self.loading = False
-
-    async def read(self, delivery: BucketDelivery) -> None:
-        """Look at the slot at both ends of reading; it must hold what was delivered."""
-        slots, slot = delivery.handle
-        for _ in range(2):
-            assert zlib.crc32(str(slots[slot]).encode()) == delivery.checksum, "the slot was written while it was read"
-            await asyncio.sleep(0)
-        self.loaded.append(delivery.checksum)
-
-    async def commit_weights(self, version: int) -> Mapping[str, Acknowledgement]:
-        await asyncio.sleep(0)
-        assert self.begun[0] == version
-        self.version = version
-        checksum = combine_checksums(self.loaded)
-        self.loaded = []
-        return {self.name: Acknowledgement(version, checksum)}
-
-    async def save_pretrained(self, folder: Path) -> str:
-        write_weights(folder, self.name)
-        return f"version {self.version}, float32"
-
-
-def write_weights(folder: Path, name: str) -> None:
-    """Write a fake model folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "weights").write_text(name)
-
-
 @dataclass
 class FakeListener:
     """Remembers what it was told."""
@@ -259,8 +160,8 @@ class FakeTexts:
     def __init__(self, reward_of: Any = None) -> None:
         self.reward_of = reward_of or (lambda solution: float(len(solution)))
 
-    def scorer(self, _: object, __: object, say: Any) -> Scorer:
-        return make_scorer(self.reward_of, say)
+    def scorer(self, _: object, __: object, say: Any, timeline: Timeline) -> Scorer:
+        return make_scorer(self.reward_of, say, timeline=timeline)
 
     def sampling(self, config: Any, temperature: float | None = None) -> SamplingParams:
         return SamplingParams(config.max_response_tokens, config.temperature if temperature is None else temperature)
@@ -289,13 +190,19 @@ class FakePool:
         return Score(reward, sample.is_exact, {"length": len(sample.solution)}, errors)
 
 
-def make_scorer(reward_of: Any, say: Any = print, data_sources: frozenset[str] = frozenset()) -> Scorer:
+def make_scorer(
+    reward_of: Any,
+    say: Any = print,
+    data_sources: frozenset[str] = frozenset(),
+    timeline: Timeline | None = None,
+) -> Scorer:
     """Score the decoded response, which is its tokens as text: ``11 12``."""
 
     def decode(token_ids: list[int], **_: object) -> str:
         return " ".join(str(token) for token in token_ids if token != STOP)
 
-    return Scorer(FakePool(reward_of), cast("Any", SimpleNamespace(decode=decode)), say, data_sources)
+    tokenizer = cast("Any", SimpleNamespace(decode=decode))
+    return Scorer(FakePool(reward_of), tokenizer, say, timeline or Timeline(), data_sources)
 
 
 def encoded_prompts(number: int, length: int = 2) -> list[EncodedPrompt]:
@@ -307,13 +214,13 @@ def encoded_prompts(number: int, length: int = 2) -> list[EncodedPrompt]:
 
 
 def make_group(
-    number: int = 0, rewards: tuple[float, ...] = (0.0, 1.0), versions: tuple[int, ...] = (0, 0), interruptions: int = 0
+    number: int = 0, rewards: tuple[float, ...] = (0.0, 1.0), versions: tuple[int, ...] = (0, 0)
 ) -> ScoredGroup:
     """A finished group: each answer is tokens 11 and 12."""
     generations = tuple(Generation([11, 12], [-1.0, -2.0], list(versions), "stop") for _ in rewards)
     exact = tuple(reward > 0 for reward in rewards)
     metrics: tuple[dict[str, float], ...] = ({},) * len(rewards)
-    return ScoredGroup(Draw(number, encoded_prompts(1)[0]), generations, rewards, exact, interruptions, metrics)
+    return ScoredGroup(Draw(number, encoded_prompts(1)[0]), generations, rewards, exact, metrics)
 
 
 def learned(groups: list[ScoredGroup], **algorithm: Any) -> list[sequence.Sequence]:

@@ -10,16 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plugins.verl_async.tests.fakes import (
-    STOP,
-    FakeListener,
-    FakeRollout,
-    FakeRun,
-    FakeTexts,
-    FakeTrainer,
-    make_group,
-    train_job,
-)
+from plugins.verl_async.tests.fake_rollout import STOP, FakeRollout
+from plugins.verl_async.tests.fakes import FakeListener, FakeRun, FakeTexts, FakeTrainer, make_group, train_job
 from verl_async.errors import RewardError
 from verl_async.orchestrator.async_training import group_figures
 from verl_async.orchestrator.staleness import prompts_between_syncs
@@ -31,7 +23,7 @@ if TYPE_CHECKING:
     from verl_async.config import TrainJob
     from verl_async.orchestrator.actors import BucketDelivery
     from verl_async.orchestrator.async_training import AsyncTraining
-    from verl_async.rollout.interface import Acknowledgement, GenerationRequest
+    from verl_async.rollout.interface import Acknowledgement, Generation, GenerationRequest, PauseMode
 
 
 def watch_staleness(training: AsyncTraining, job: TrainJob) -> None:
@@ -44,8 +36,8 @@ def watch_staleness(training: AsyncTraining, job: TrainJob) -> None:
         * job.trainer.mini_batch_size
     )
 
-    async def checked(at_most: int, num_sharers: int) -> range:
-        numbers = await acquire(at_most, num_sharers)
+    async def checked(at_most: int | None = None) -> range:
+        numbers = await acquire(at_most)
         assert training.weights.version >= 0, "started before the first sync"
         assert budget.num_started <= per_sync * training.weights.version + limit
         return numbers
@@ -146,7 +138,7 @@ def stale_job(**changes: Any) -> TrainJob:
 def test_partial_rollouts_go_on_with_the_tokens_they_have() -> None:
     run = FakeRun(stale_job(), rollouts=[FakeRollout(index, token_s=0.002, num_tokens=8) for index in range(2)])
     asyncio.run(run.run())
-    partial = [group for groups in run.groups for group in groups if group.num_interruptions]
+    partial = [group for groups in run.groups for group in groups if group.is_partial]
     assert partial, "no generation was interrupted"
     assert run.listener.steps[-1]["fully_async/partial/total_partial_num"] == len(partial)
     for group in (group for groups in run.groups for group in groups):
@@ -163,9 +155,9 @@ def test_without_partial_rollouts_nothing_is_interrupted() -> None:
     job = stale_job(async_training={"staleness_threshold": 1.0, "partial_rollout": False})
     run = FakeRun(job, rollouts=[FakeRollout(index, token_s=0.001, num_tokens=8) for index in range(2)])
     asyncio.run(run.run())
-    assert sum(rollout.num_interrupts for rollout in run.rollouts) == 0
+    assert {mode for rollout in run.rollouts for mode in rollout.pauses} == {"wait"}
     groups = [group for groups in run.groups for group in groups]
-    assert {group.num_interruptions for group in groups} == {0}
+    assert not any(group.is_partial for group in groups)
     assert all(group.oldest_version == group.newest_version for group in groups)
     stale = run.listener.steps[-1]["fully_async/count/stale_samples_processed"]
     by_step = [(step, group) for step, groups in enumerate(run.groups) for group in groups]
@@ -270,9 +262,9 @@ class FailingRollout(FakeRollout):
         if where == self.where and self.version >= 2:
             raise WeightsError(f"{self.name} fails in {where}")
 
-    async def generate(self, requests: list[GenerationRequest]) -> Any:
+    async def draw(self, row: Generation, request: GenerationRequest) -> None:
         self.fail("generate")
-        return await super().generate(requests)
+        await super().draw(row, request)
 
     async def load_bucket(self, delivery: BucketDelivery) -> None:
         self.fail("load")
@@ -334,7 +326,6 @@ def test_the_first_failure_of_any_loop_ends_all_and_is_what_is_raised(
         with pytest.raises(kind, match=message):
             await training.run()
         assert len(asyncio.all_tasks()) == 1
-        assert not any(worker._lock.locked() for worker in training.weights.workers)
         assert not any(rollout.generating for rollout in run.rollouts)
 
     asyncio.run(main())
@@ -355,7 +346,6 @@ def test_a_cancelled_job_ends_all_its_loops(after_s: float) -> None:
         await asyncio.gather(running, return_exceptions=True)
         assert running.cancelled()
         assert len(asyncio.all_tasks()) == 1
-        assert not any(worker._lock.locked() for worker in training.weights.workers)
 
     asyncio.run(main())
 
@@ -363,19 +353,19 @@ def test_a_cancelled_job_ends_all_its_loops(after_s: float) -> None:
 class Stuck(FakeRollout):
     """Never answers once version 1 is in force."""
 
-    async def generate(self, requests: list[GenerationRequest]) -> Any:
-        if self.version == 1:
-            await asyncio.sleep(100)
-        return await super().generate(requests)
+    async def draw(self, row: Generation, request: GenerationRequest) -> None:
+        await asyncio.sleep(100 if self.version == 1 else 0)
+        await super().draw(row, request)
 
-    async def interrupt(self) -> None:
-        """Not heard either."""
+    async def pause(self, mode: PauseMode) -> None:
+        await asyncio.sleep(100 if self.version == 1 else 0)
+        await super().pause(mode)
 
 
 def test_a_stuck_worker_is_named_by_whoever_waits_for_it_first() -> None:
     job = stale_job(rollout={"max_batch_prompts": 1, "timeout_s": 0.3}, weight_sync={"timeout_s": 5.0})
     run = FakeRun(job, rollouts=[FakeRollout(0, token_s=0.001), Stuck(1, token_s=0.001)])
-    with pytest.raises(StuckError, match=r"rollouter-1 did not finish generating 2 samples within 0\.3 s"):
+    with pytest.raises(StuckError, match=r"rollouter-1 did not finish generating any of 2 samples within 0\.3 s"):
         asyncio.run(run.run())
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from plugins.verl_async.tests.job_files import sft_settings, train_settings, write_backend, write_recipe
 from verl_async.job import load_sft_job, load_train_job, resolved, with_steps
 from verl_async.report.output_folder import config_yaml
+from verl_async.rollout import embedded_plugin
 from verl_engine.contract.errors import ConfigError, UnknownPluginError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -305,3 +307,18 @@ def test_paths_of_several_files_are_absolute(recipe: Path) -> None:
     assert not isinstance(job.data.prompts, Path)
     assert [file.path for file in job.data.prompts] == [Path.cwd() / "a.jsonl", Path.home() / "b.jsonl"]
     assert load_train_job(write_recipe(recipe.with_name("config.yaml"), resolved(job))) == job
+
+
+def test_deterministic_mode_is_on_policy_and_needs_an_engine_that_can(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_policy = ("rollout.deterministic=true", "async_training={staleness_threshold: 0}")
+    assert load_train_job(recipe, on_policy).rollout.deterministic
+    for ahead in ("staleness_threshold: 0.5", "staleness_threshold: 0, trigger_parameter_sync_step: 2"):
+        message = _message(recipe, "rollout.deterministic=true", f"async_training={{{ahead}}}")
+        assert "rollout.deterministic=true needs async_training.staleness_threshold=0 and" in message
+    lacking = dataclasses.replace(embedded_plugin.SPEC, gaps={"sealed": "requests of others always run beside"})
+    monkeypatch.setattr(embedded_plugin, "SPEC", lacking)
+    with pytest.raises(UnsupportedError, match="cannot do 'sealed': requests of others"):
+        load_train_job(recipe, on_policy)
+    assert load_train_job(recipe, ["rollout.top_k=3"]).rollout.top_k == 3

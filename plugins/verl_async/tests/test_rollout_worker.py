@@ -1,208 +1,132 @@
-"""Who may use a rollout worker, and when."""
+"""What a rollout worker was asked for, what came of it, and who is stuck."""
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+import re
+from typing import TYPE_CHECKING
 
 import pytest
 
-from plugins.verl_async.tests.fakes import FakeRollout, encoded_prompts
-from verl_async.orchestrator.actors import RolloutWorker
-from verl_async.orchestrator.samples import Draw
-from verl_async.rollout.interface import GenerationRequest, SamplingParams
+from plugins.verl_async.tests.fake_rollout import STOP, FakeRollout
+from verl_async.errors import RolloutError
+from verl_async.orchestrator.rollout_worker import RolloutWorker
+from verl_async.orchestrator.timeline import Timeline
+from verl_async.orchestrator.waiting import beside
+from verl_async.rollout.interface import Completion, Generation, GenerationRequest, SamplingParams
+from verl_engine.contract.errors import StuckError
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+    from typing import Any
 
 
-def requests() -> list[GenerationRequest]:
-    return Draw(0, encoded_prompts(1)[0]).requests(1, SamplingParams(1000), 0)
+def ask(number: int = 0) -> GenerationRequest:
+    return GenerationRequest((10,), SamplingParams(1000), (number,))
 
 
-async def is_free(worker: RolloutWorker) -> bool:
-    """Whether someone can use the worker right now, and the next one after that."""
-    for _ in range(2):
-        with suppress(asyncio.TimeoutError):
-            async with worker.using():
-                continue
-        return False
-    return not worker._lock.locked()
+def run(worker: RolloutWorker, main: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(beside(main, worker.serve()), 5.0))
 
 
-def test_users_come_in_the_order_in_which_they_asked() -> None:
-    order: list[str] = []
+def test_an_interrupted_sample_goes_on_with_its_tokens_and_its_seed() -> None:
+    client = FakeRollout(token_s=0.002, num_tokens=8)
+    worker = RolloutWorker(client, Timeline(), 5.0)
 
-    async def use(worker: RolloutWorker, name: str) -> None:
-        async with worker.using():
-            order.append(name)
-            await asyncio.sleep(0.01)
+    async def main() -> Generation:
+        generating = asyncio.ensure_future(worker.generate(ask()))
+        await asyncio.sleep(0.007)
+        await worker.pause("abort")
+        client.version = 1
+        await worker.resume()
+        return await generating
 
-    async def sync(worker: RolloutWorker) -> None:
-        async with worker.paused(interrupt=False):
-            order.append("sync")
+    found = run(worker, main())
+    [first], [rest] = client.calls
+    [before] = rest.so_far
+    assert first.seeds == rest.seeds
+    assert found.token_ids == [11, 12, 13, 14, 15, 16, 17, STOP]
+    assert found.weight_versions == [0] * len(before.token_ids) + [1] * (8 - len(before.token_ids))
+    assert 0 < len(before.token_ids) < 8
+
+
+def test_requests_in_flight_have_different_ids() -> None:
+    client = FakeRollout()
+    worker = RolloutWorker(client, Timeline(), 5.0)
 
     async def main() -> None:
-        worker = RolloutWorker(FakeRollout())
-        asked = [asyncio.ensure_future(use(worker, "first"))]
+        await asyncio.gather(*(worker.generate(ask(number)) for number in range(5)), *worker.send([ask(), ask()]))
+
+    run(worker, main())
+    ids = [request.request_id for call in client.calls for request in call]
+    assert len(set(ids)) == len(ids) == 7
+
+
+def test_an_engine_that_gives_up_fails_the_sample() -> None:
+    class Dying(FakeRollout):
+        def submit(self, requests: Any, on_completion: Any, **_: bool) -> None:
+            for request in requests:
+                on_completion(Completion(request, 0, Generation(), RolloutError("out of memory")))
+
+    worker = RolloutWorker(Dying(), Timeline(), 5.0)
+    with pytest.raises(RolloutError, match="out of memory"):
+        run(worker, worker.generate(ask()))
+
+
+def test_what_nobody_wants_any_more_is_dropped() -> None:
+    worker = RolloutWorker(FakeRollout(), Timeline(), 5.0)
+
+    async def main() -> int:
+        generating = asyncio.ensure_future(worker.generate(ask()))
         await asyncio.sleep(0)
-        asked.append(asyncio.ensure_future(sync(worker)))
-        await asyncio.sleep(0.001)
-        asked += [asyncio.ensure_future(use(worker, name)) for name in ("second", "third")]
-        await asyncio.gather(*asked)
+        generating.cancel()
+        return len((await worker.generate(ask())).token_ids)
 
-    asyncio.run(main())
-    assert order == ["first", "sync", "second", "third"]
+    assert run(worker, main()) == 3
 
 
-def test_a_rollout_loop_that_comes_back_at_once_does_not_starve_a_sync() -> None:
-    async def main() -> int:
-        worker = RolloutWorker(FakeRollout())
-        num_uses = 0
-
-        async def use_again_and_again() -> None:
-            nonlocal num_uses
-            while True:
-                async with worker.using():
-                    num_uses += 1
-                    await asyncio.sleep(0.001)
-
-        using = asyncio.ensure_future(use_again_and_again())
-        await asyncio.sleep(0.01)
-        before = num_uses
-        async with worker.paused(interrupt=False):
-            assert num_uses - before <= 1
-        using.cancel()
-        return num_uses
-
-    assert asyncio.run(main()) > 1
-
-
-def test_generation_is_interrupted_or_waited_for() -> None:
-    async def main(*, interrupt: bool) -> list[str]:
-        client = FakeRollout(token_s=0.002, num_tokens=50)
-        worker = RolloutWorker(client)
-        reasons: list[str] = []
-
-        async def generate() -> None:
-            async with worker.using() as used:
-                reasons.extend(result.finish_reason for result in await used.generate(requests()))
-
-        generating = asyncio.ensure_future(generate())
-        await asyncio.sleep(0.02)
-        async with worker.paused(interrupt=interrupt) as used:
-            assert used is client
-            assert not client.generating
-        await generating
-        return reasons
-
-    assert asyncio.run(main(interrupt=True)) == ["interrupted"]
-    assert asyncio.run(main(interrupt=False)) == ["stop"]
-
-
-class HardOfHearing(FakeRollout):
-    """Does not hear the first three interrupts, like a generate that was still being sent off."""
-
-    async def interrupt(self) -> None:
-        self.num_interrupts += 1
-        if self.num_interrupts > 3:
-            self._interrupted.set()
-
-
-def test_interrupt_is_repeated_until_it_is_heard() -> None:
-    async def main() -> int:
-        client = HardOfHearing(token_s=0.001, num_tokens=10_000)
-        worker = RolloutWorker(client)
-
-        async def generate() -> None:
-            async with worker.using() as used:
-                await used.generate([GenerationRequest((1,), SamplingParams(10_000), (0,))])
-
-        generating = asyncio.ensure_future(generate())
-        await asyncio.sleep(0.005)
-        async with worker.paused(interrupt=True):
-            pass
-        await generating
-        return client.num_interrupts
-
-    assert asyncio.run(asyncio.wait_for(main(), 5.0)) == 4
-
-
-@pytest.mark.parametrize("num_turns", range(8))
-@pytest.mark.parametrize("interrupt", [True, False])
-def test_cancelled_while_waiting_never_leaves_the_worker_locked(num_turns: int, interrupt: bool) -> None:
-    """Cancelled after any number of turns of the event loop, also around the one in which the lock comes free."""
+def test_a_worker_that_finishes_nothing_is_named() -> None:
+    worker = RolloutWorker(FakeRollout(4, token_s=100), Timeline(), 0.05)
 
     async def main() -> None:
-        worker = RolloutWorker(FakeRollout())
-        entered = False
+        await asyncio.sleep(0.12)  # idle for longer than the limit: that is no fault
+        await asyncio.gather(*worker.send([ask(), ask()]))
 
-        async def pause() -> None:
-            nonlocal entered
-            async with worker.paused(interrupt=interrupt):
-                entered = True
-                await asyncio.sleep(100)
-
-        holder = worker.using()
-        await holder.__aenter__()
-        waiting = asyncio.ensure_future(pause())
-        await asyncio.sleep(0.01)
-        await holder.__aexit__(None, None, None)
-        for _ in range(num_turns):
-            await asyncio.sleep(0)
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        assert waiting.cancelled()
-        assert await is_free(worker)
-
-    asyncio.run(asyncio.wait_for(main(), 5.0))
+    message = "rollouter-4 did not finish generating any of 2 samples within 0.05 s"
+    with pytest.raises(StuckError, match=re.escape(message)):
+        run(worker, main())
 
 
-def test_cancelled_while_another_holds_it() -> None:
+def test_slow_samples_and_a_long_pause_are_no_fault() -> None:
+    client = FakeRollout(token_s=0.001)
+    worker = RolloutWorker(client, Timeline(), 0.1)
+
     async def main() -> None:
-        worker = RolloutWorker(FakeRollout())
-        async with worker.using():
-            waiting = asyncio.ensure_future(worker.paused(interrupt=True).__aenter__())
-            await asyncio.sleep(0.01)
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
-            assert worker._lock.locked()
-        assert await is_free(worker)
+        await worker.pause("keep")
+        waiting = asyncio.ensure_future(worker.generate(ask()))
+        await asyncio.sleep(0.25)
+        await worker.resume()
+        await waiting
+        client.token_s = 0.025  # three tokens a sample, one sample after the other
+        for _ in range(3):
+            await worker.generate(ask())
 
-    asyncio.run(asyncio.wait_for(main(), 5.0))
-
-
-class Deaf(FakeRollout):
-    """Fails when it is interrupted."""
-
-    async def interrupt(self) -> None:
-        raise ConnectionError("gone")
+    run(worker, main())
 
 
-@pytest.mark.parametrize("held", [True, False])
-def test_a_failing_interrupt_leaves_the_worker_free(held: bool) -> None:
+def test_the_timeline_tells_generating_from_waiting() -> None:
+    timeline = Timeline()
+    client = FakeRollout(token_s=0.01)
+    worker = RolloutWorker(client, timeline, 5.0)
+
     async def main() -> None:
-        worker = RolloutWorker(Deaf())
-        holder = worker.using()
-        if held:
-            await holder.__aenter__()
-        with pytest.raises(ConnectionError, match="gone"):
-            async with worker.paused(interrupt=True):
-                pass
-        if held:
-            await holder.__aexit__(None, None, None)
-        assert await is_free(worker)
+        await asyncio.sleep(0.03)
+        await asyncio.gather(worker.generate(ask()), worker.generate(ask()))
+        await worker.pause("wait")
+        await asyncio.sleep(0.03)
+        await worker.resume()
 
-    asyncio.run(asyncio.wait_for(main(), 5.0))
-
-
-def test_an_error_inside_frees_the_worker() -> None:
-    async def main() -> None:
-        worker = RolloutWorker(FakeRollout(3))
-        with pytest.raises(ValueError, match="inside"):
-            async with worker.paused(interrupt=True):
-                raise ValueError("inside")
-        with pytest.raises(ValueError, match="inside"):
-            async with worker.using():
-                raise ValueError("inside")
-        assert await is_free(worker)
-        assert worker.name == "rollouter-3"
-
-    asyncio.run(main())
+    run(worker, main())
+    assert [span.what for span in timeline.spans] == ["wait for trainer", "generate", "wait for trainer"]
+    assert {span.who for span in timeline.spans} == {"rollouter-0"}
+    assert 0.2 < timeline.idle_ratio("rollouter") < 0.9

@@ -11,13 +11,13 @@ from verl_async.rollout.interface import Generation, GenerationRequest, Sampling
 
 def test_a_group_has_one_request_a_sample_each_with_its_own_stream() -> None:
     sampling = SamplingParams(8)
-    requests = Draw(5, encoded_prompts(1)[0]).requests(3, sampling, seed=7)
+    requests = [Draw(5, encoded_prompts(1)[0]).request(place, sampling, seed=7) for place in range(3)]
     assert requests == [GenerationRequest((10, 10), sampling, (stream_seed(7, 5, place),)) for place in range(3)]
     assert len({request.seeds for request in requests}) == 3
 
 
 def test_the_same_prompt_drawn_again_gives_other_samples() -> None:
-    [first], [again] = (Draw(number, encoded_prompts(1)[0]).requests(1, SamplingParams(8), 7) for number in (0, 1))
+    first, again = (Draw(number, encoded_prompts(1)[0]).request(0, SamplingParams(8), 7) for number in (0, 1))
     assert first.prompt_ids == again.prompt_ids
     assert first.seeds != again.seeds
 

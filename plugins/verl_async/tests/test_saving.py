@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from plugins.verl_async.tests.fakes import FakeListener, FakeRollout, FakeTrainer, write_weights
+from plugins.verl_async.tests.fake_rollout import FakeRollout, write_weights
+from plugins.verl_async.tests.fakes import FakeListener, FakeTrainer
 from verl_async.errors import RewardError
 from verl_async.orchestrator import saving
 from verl_async.orchestrator.saving import LABEL, ModelSaver

@@ -8,13 +8,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from plugins.verl_async.tests.fakes import STOP, encoded_prompts, learned, make_scorer
+from plugins.verl_async.tests.fake_rollout import STOP
+from plugins.verl_async.tests.fakes import encoded_prompts, learned, make_scorer
 from verl_async.data.prompts import Prompt
 from verl_async.errors import RewardError
 from verl_async.orchestrator.samples import Draw, EncodedPrompt, ScoredGroup
+from verl_async.orchestrator.scoring import finished_group
+from verl_async.orchestrator.waiting import together
 from verl_async.rollout.interface import Generation
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from verl_async.orchestrator.scoring import Scorer
 
 DRAW = Draw(4, encoded_prompts(1)[0])
@@ -22,8 +27,13 @@ RIGHT = Generation([11, 12, STOP], [-1.0] * 3, [0] * 3, "stop")
 WRONG = Generation([11], [-1.0], [0], "length")
 
 
+async def score_group(scorer: Scorer, generations: Sequence[Generation], draw: Draw = DRAW) -> ScoredGroup:
+    scores = await together(*(scorer.score(draw, place, one) for place, one in enumerate(generations)))
+    return finished_group(draw, generations, scores)
+
+
 def score(scorer: Scorer, *generations: Generation, draw: Draw = DRAW) -> ScoredGroup:
-    return asyncio.run(scorer.score_group(draw, generations, 2))
+    return asyncio.run(score_group(scorer, generations, draw))
 
 
 def test_each_sample_gets_its_reward_and_whether_it_is_exact() -> None:
@@ -33,7 +43,7 @@ def test_each_sample_gets_its_reward_and_whether_it_is_exact() -> None:
     assert group.rewards == (2.5, 1.0)  # "11 12" without the closing token, and "11"
     assert group.exact == (True, False)
     assert list(group.metrics) == [{"length": 5}, {"length": 2}]
-    assert (group.num_interruptions, group.num_errors, group.num_dropped) == (2, 0, 0)
+    assert (group.num_errors, group.num_dropped) == (0, 0)
 
 
 def test_all_samples_of_a_group_are_scored_at_once() -> None:
@@ -44,7 +54,7 @@ def test_all_samples_of_a_group_are_scored_at_once() -> None:
             await all_here.wait()
             return 1.0
 
-        return await asyncio.wait_for(make_scorer(wait).score_group(DRAW, [WRONG] * 3), 5.0)
+        return await asyncio.wait_for(score_group(make_scorer(wait), [WRONG] * 3), 5.0)
 
     assert asyncio.run(main()).rewards == (1.0,) * 3
 

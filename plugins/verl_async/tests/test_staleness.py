@@ -18,9 +18,9 @@ def config(threshold: float, sync_step: int, require_batches: int) -> AsyncTrain
     )
 
 
-def take(budget: StalenessBudget, at_most: int, num_sharers: int = 1) -> list[int]:
+def take(budget: StalenessBudget, at_most: int | None = None) -> list[int]:
     """Acquire where that does not wait."""
-    return list(asyncio.run(asyncio.wait_for(budget.acquire(at_most, num_sharers), 1.0)))
+    return list(asyncio.run(asyncio.wait_for(budget.acquire(at_most), 1.0)))
 
 
 def test_limit_worked_by_hand() -> None:
@@ -40,7 +40,7 @@ def test_nothing_is_granted_before_the_first_sync() -> None:
     budget = StalenessBudget(limit=4, total=8)
     assert budget.available == 0
     with pytest.raises(asyncio.TimeoutError):
-        asyncio.run(asyncio.wait_for(budget.acquire(2, 1), 0.01))
+        asyncio.run(asyncio.wait_for(budget.acquire(2), 0.01))
     budget.synced()
     assert budget.available == 4
 
@@ -59,16 +59,19 @@ def test_an_example_by_hand() -> None:
     assert budget.num_started == 10
 
 
-def test_workers_share_what_a_sync_granted() -> None:
-    budget = StalenessBudget(limit=7, total=100)
+def test_by_default_all_that_a_sync_granted_is_taken() -> None:
+    budget = StalenessBudget(limit=7, total=10)
     budget.synced()
-    assert [len(take(budget, 64, num_sharers=3)) for _ in range(3)] == [3, 3, 1]
+    assert take(budget) == list(range(7))
+    budget.trained(7)
+    budget.synced()
+    assert take(budget) == [7, 8, 9]
 
 
 def test_all_waiting_workers_are_woken_by_a_sync_and_by_the_end() -> None:
     async def main() -> list[range]:
         budget = StalenessBudget(limit=2, total=2)
-        waiting = [asyncio.ensure_future(budget.acquire(1, 2)) for _ in range(4)]
+        waiting = [asyncio.ensure_future(budget.acquire(1)) for _ in range(4)]
         await asyncio.sleep(0.01)
         budget.synced()
         return await asyncio.wait_for(asyncio.gather(*waiting), 1.0)
@@ -83,7 +86,7 @@ def test_all_waiting_workers_are_woken_by_a_sync_and_by_the_end() -> None:
     require_batches=st.integers(1, 3),
     size=st.integers(1, 5),
     num_steps=st.integers(1, 9),
-    wishes=st.lists(st.tuples(st.integers(1, 7), st.integers(1, 4)), min_size=1, max_size=5),
+    wishes=st.lists(st.integers(1, 7), min_size=1, max_size=5),
 )
 def test_never_more_than_the_limit_ahead_and_never_too_few(
     threshold: float,
@@ -91,7 +94,7 @@ def test_never_more_than_the_limit_ahead_and_never_too_few(
     require_batches: int,
     size: int,
     num_steps: int,
-    wishes: list[tuple[int, int]],
+    wishes: list[int],
 ) -> None:
     """Plays rollouts that take as they may, then a step; needs every step's prompts to have been granted by then."""
     limit = prompts_between_syncs(config(threshold, sync_step, require_batches), size)
@@ -102,8 +105,8 @@ def test_never_more_than_the_limit_ahead_and_never_too_few(
     for step in range(1, num_steps + 1):
         index = 0
         while budget.available:
-            at_most, num_sharers = wishes[index % len(wishes)]
-            numbers = take(budget, at_most, num_sharers)
+            at_most = wishes[index % len(wishes)]
+            numbers = take(budget, at_most)
             assert numbers == list(range(seen, seen + len(numbers)))
             assert 1 <= len(numbers) <= at_most
             seen += len(numbers)

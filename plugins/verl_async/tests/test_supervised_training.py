@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import pytest
 
-from plugins.verl_async.tests.fakes import FakeListener, FakeRollout, FakeTexts, FakeTrainer, encoded_prompts
+from plugins.verl_async.tests.fake_rollout import FakeRollout
+from plugins.verl_async.tests.fakes import FakeListener, FakeTexts, FakeTrainer, encoded_prompts
 from verl_async.algorithms.sft_loss import sft_loss
 from verl_async.config import SftJob
 from verl_async.orchestrator.assembly import Actors, Watchers, assemble_supervised

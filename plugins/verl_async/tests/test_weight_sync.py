@@ -11,18 +11,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plugins.verl_async.tests.fakes import FakeRollout, FakeTrainer, encoded_prompts
+from plugins.verl_async.tests.fake_rollout import FakeRollout
+from plugins.verl_async.tests.fakes import FakeTrainer
 from verl_async.config import WeightSyncConfig
-from verl_async.orchestrator.actors import RolloutWorker
-from verl_async.orchestrator.samples import Draw
+from verl_async.orchestrator.rollout_worker import RolloutWorker
+from verl_async.orchestrator.timeline import Timeline
+from verl_async.orchestrator.waiting import end
 from verl_async.orchestrator.weight_sync import WeightSync
-from verl_async.rollout.interface import Acknowledgement, SamplingParams
+from verl_async.rollout.interface import Acknowledgement, GenerationRequest, SamplingParams
 from verl_engine.contract.errors import StuckError, WeightsError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from verl_async.orchestrator.actors import BucketDelivery
+    from verl_async.rollout.interface import Generation, PauseMode
 
 
 def sync_of(
@@ -30,7 +33,7 @@ def sync_of(
 ) -> WeightSync:
     return WeightSync(
         trainer=trainer,
-        workers=[RolloutWorker(rollout) for rollout in rollouts],
+        workers=[RolloutWorker(rollout, Timeline(), timeout_s) for rollout in rollouts],
         config=WeightSyncConfig(timeout_s=timeout_s),
         dtype="float32",
         interrupt=interrupt,
@@ -39,11 +42,8 @@ def sync_of(
 
 
 def run(sync: WeightSync) -> None:
-    """Run one sync; then every worker must be free again."""
-    try:
-        asyncio.run(asyncio.wait_for(sync.run(), 10.0))
-    finally:
-        assert not any(worker._lock.locked() for worker in sync.workers)
+    """Run one sync."""
+    asyncio.run(asyncio.wait_for(sync.run(), 10.0))
 
 
 def test_every_worker_gets_each_version() -> None:
@@ -196,8 +196,12 @@ class Stuck(FakeRollout):
         await asyncio.sleep(100 if self.where == "commit" else 0)
         return await super().commit_weights(version)
 
-    async def interrupt(self) -> None:
-        await asyncio.sleep(100 if self.where == "interrupt" else 0)
+    async def pause(self, mode: PauseMode) -> None:
+        await asyncio.sleep(100 if self.where == "pause" else 0)
+        await super().pause(mode)
+
+    async def resume(self) -> None:
+        await asyncio.sleep(100 if self.where == "resume" else 0)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +209,8 @@ class Stuck(FakeRollout):
     [
         ("read", r"rollouter-1 did not take weight bucket 1 of 3 within 0\.3 s"),
         ("commit", r"rollouter-1 did not acknowledge weights version 0 within 0\.3 s"),
-        ("interrupt", r"rollouter-1 did not stop generating for a weight sync within 0\.3 s"),
+        ("pause", r"rollouter-1 did not stop generating for a weight sync within 0\.3 s"),
+        ("resume", r"rollouter-1 did not go on after a weight sync within 0\.3 s"),
     ],
 )
 def test_a_worker_that_does_not_answer_is_named(where: str, message: str) -> None:
@@ -236,35 +241,46 @@ def test_the_limit_is_for_the_whole_transfer() -> None:
         run(sync_of(Slow(num_buckets=9), [FakeRollout()], timeout_s=0.5))
 
 
+@pytest.mark.parametrize(("interrupt", "mode"), [(True, "abort"), (False, "wait")])
+def test_generation_stops_or_is_waited_for_and_goes_on_under_the_new_weights(interrupt: bool, mode: str) -> None:
+    async def main() -> Generation:
+        rollout = FakeRollout(token_s=0.002, num_tokens=12)
+        sync = sync_of(FakeTrainer(), [rollout], interrupt=interrupt)
+        await sync.run()
+        [worker] = sync.workers
+        generating = asyncio.ensure_future(worker.generate(GenerationRequest((10,), SamplingParams(12), (0,))))
+        await asyncio.sleep(0.008)
+        await sync.run()
+        assert rollout.pauses == [mode, mode]
+        return await generating
+
+    versions = asyncio.run(asyncio.wait_for(main(), 5.0)).weight_versions
+    assert (set(versions), len(versions)) == ({0, 1} if interrupt else {0}, 12)
+
+
 @pytest.mark.parametrize("interrupt", [True, False])
-def test_all_workers_stop_at_the_same_time_and_one_who_does_not_is_named(interrupt: bool) -> None:
+def test_who_does_not_stop_is_named(interrupt: bool) -> None:
     class Unstoppable(FakeRollout):
-        async def interrupt(self) -> None:
-            """Heard by nobody."""
+        async def pause(self, mode: PauseMode) -> None:
+            assert mode == ("abort" if interrupt else "wait")
+            await super().pause("wait")
 
     async def main() -> None:
         rollouts = [FakeRollout(0), Unstoppable(1, token_s=0.005, num_tokens=10_000)]
         sync = sync_of(FakeTrainer(), rollouts, interrupt=interrupt, timeout_s=0.05)
-
-        async def generate() -> None:
-            async with sync.workers[1].using() as client:
-                await client.generate(Draw(0, encoded_prompts(1)[0]).requests(1, SamplingParams(10_000), 0))
-
-        generating = asyncio.ensure_future(generate())
+        [sent] = sync.workers[1].send([GenerationRequest((10,), SamplingParams(10_000), (0,))])
         await asyncio.sleep(0.01)
-        limit = "0.05" if interrupt else "0.1"  # without interrupting it may take as long as a generate may
+        limit = "0.05" if interrupt else "0.1"  # without interrupting it may take as long as a response may
         with pytest.raises(StuckError, match=f"rollouter-1 did not stop generating for a weight sync within {limit} s"):
             await sync.run()
-        assert not sync.workers[0]._lock.locked()
-        generating.cancel()
-        await asyncio.gather(generating, return_exceptions=True)
-        assert not sync.workers[1]._lock.locked()
+        assert not sent.done()
+        await end(*rollouts[1].tasks)
 
     asyncio.run(asyncio.wait_for(main(), 5.0))
 
 
 @pytest.mark.parametrize("num_turns", range(0, 27, 2))
-def test_a_cancelled_sync_leaves_no_worker_locked_and_nothing_running(num_turns: int) -> None:
+def test_a_cancelled_sync_leaves_nothing_running(num_turns: int) -> None:
     async def main() -> None:
         sync = sync_of(FakeTrainer(), [FakeRollout(0), FakeRollout(1)])
         before = asyncio.all_tasks()
@@ -275,7 +291,6 @@ def test_a_cancelled_sync_leaves_no_worker_locked_and_nothing_running(num_turns:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert task.cancelled()
-        assert not any(worker._lock.locked() for worker in sync.workers)
         assert asyncio.all_tasks() == before
 
     asyncio.run(asyncio.wait_for(main(), 5.0))

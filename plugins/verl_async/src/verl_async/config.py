@@ -50,9 +50,18 @@ class RolloutConfig(StrictModel):
     top_k: CountOrZero = 0
     """Keep the k likeliest tokens; 0 keeps all."""
     max_batch_prompts: Ranks = 64
-    """Prompts that one worker decodes at a time (times ``n`` sequences)."""
+    """Prompts that one worker has room for at a time (times ``n`` sequences)."""
+    deterministic: bool = False
+    """Generate in batches that are the same at each run, so that the job is, bit for bit. Each waits for its longest
+    response, so this is slower. Needs ``async_training.staleness_threshold: 0`` and ``trigger_parameter_sync_step:
+    1``."""
     timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_S)
-    """For one call of generate; then the job ends and names the worker."""
+    """For a worker to finish the next of its samples; then the job ends and names it."""
+
+    def required_features(self) -> tuple[str, ...]:
+        """Return which of what an engine may lack these settings need; see `verl_async.rollout.spec.FEATURES`."""
+        is_filtered = self.top_k > 0 or self.top_p < 1
+        return (("seeds", "sealed") if self.deterministic else ()) + (("filtered_log_probs",) if is_filtered else ())
 
 
 class AsyncTrainingConfig(StrictModel):
@@ -259,6 +268,13 @@ class ReadTrainJob(StrictModel):
 
     @model_validator(mode="after")
     def _check(self) -> ReadTrainJob:
+        ahead = self.async_training
+        if self.rollout.deterministic and (ahead.staleness_threshold > 0 or ahead.trigger_parameter_sync_step > 1):
+            raise ValueError(
+                "rollout.deterministic=true needs async_training.staleness_threshold=0 and trigger_parameter_sync_step="
+                f"1, not {ahead.staleness_threshold:g} and {ahead.trigger_parameter_sync_step}: ahead of training, the "
+                "time that things take decides which weights draw a token"
+            )
         every = self.evaluation.every_steps if self.evaluation else None
         sync_step = self.async_training.trigger_parameter_sync_step
         if every and every % sync_step:

@@ -116,11 +116,12 @@ def _load(
                 _check_old_log_probs(read, engine.spec)
     except EngineError as error:
         faults.insert(0, error)
-    if rollout_spec is not None and (data["rollout"].top_k or data["rollout"].top_p < 1):
-        try:
-            rollout_spec.require("filtered_log_probs")
-        except EngineError as error:
-            faults.append(error)
+    if rollout_spec is not None:
+        for feature in data["rollout"].required_features():
+            try:
+                rollout_spec.require(feature)
+            except EngineError as error:
+                faults.append(error)
     algorithm: dict[str, AlgorithmConfig] = {}
     try:
         algorithm = _algorithm(read, engine)

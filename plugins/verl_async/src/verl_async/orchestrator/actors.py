@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     import numpy as np
     import numpy.typing as npt
 
-    from verl_async.rollout.interface import Acknowledgement, Generation, GenerationRequest, WeightTransport
+    from verl_async.rollout.interface import (
+        Acknowledgement,
+        Completion,
+        GenerationRequest,
+        PauseMode,
+        WeightTransport,
+    )
     from verl_engine.batch import sequence
     from verl_engine.engine.base import LossFn
     from verl_engine.engine.train_step import Normalizer, StepReport
@@ -74,19 +78,41 @@ class Trainer(Protocol):
 
 
 class RolloutClient(Protocol):
-    """One rollout worker."""
+    """One rollout worker, wherever it runs; see `RolloutEngine` for what its calls mean."""
 
     name: str
     """``rollouter-0``, …"""
 
-    async def generate(self, requests: list[GenerationRequest]) -> list[Generation]:
-        """Generate a batch to its end, or to an `interrupt`; return its samples in order."""
+    def submit(
+        self,
+        requests: Sequence[GenerationRequest],
+        on_completion: Callable[[Completion], None],
+        *,
+        sealed: bool = False,
+    ) -> None:
+        """Send requests; while the engine is paused they wait there.
 
-    async def interrupt(self) -> None:
-        """Make a running `generate` return after its current token."""
+        Args:
+            requests: each with a `request_id` that no other in flight here has.
+            on_completion: called in the event loop for each sample, while `serve` runs.
+            sealed: see `RolloutEngine.submit`.
+        """
+
+    async def serve(self) -> None:
+        """Hand completions to those who want them, until cancelled.
+
+        Raises:
+            EngineError: a submission was refused, or the worker failed or is gone.
+        """
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop generating, and return when nothing moves any more."""
+
+    async def resume(self) -> None:
+        """Go on."""
 
     async def begin_weights(self, version: int, plan: Sequence[WeightBucket], transport: WeightTransport) -> None:
-        """Expect the buckets of a plan."""
+        """Expect the buckets of a plan; while paused."""
 
     async def load_bucket(self, delivery: BucketDelivery) -> None:
         """Check the next bucket and copy it into the model."""
@@ -96,45 +122,3 @@ class RolloutClient(Protocol):
 
     async def save_pretrained(self, folder: Path) -> str:
         """Write the current weights as a Hugging Face folder, and return what they are: version and dtype."""
-
-
-@dataclass(slots=True)
-class RolloutWorker:
-    """A rollout worker, and who may use it: one `generate` at a time, and none during a weight sync."""
-
-    client: RolloutClient
-    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    @property
-    def name(self) -> str:
-        """The client's name."""
-        return self.client.name
-
-    @asynccontextmanager
-    async def using(self) -> AsyncIterator[RolloutClient]:
-        """Use the worker alone, after those who asked earlier."""
-        async with self._lock:
-            yield self.client
-
-    @asynccontextmanager
-    async def paused(self, *, interrupt: bool) -> AsyncIterator[RolloutClient]:
-        """Use the worker alone while generation rests.
-
-        Args:
-            interrupt: stop a running `generate` between two tokens; else wait for its end.
-        """
-        entering = asyncio.ensure_future(self._lock.acquire())
-        try:
-            while not entering.done():
-                if interrupt:
-                    # Again and again: a generate that was just being sent off would not have heard the first call.
-                    await self.client.interrupt()
-                await asyncio.wait({entering}, timeout=0.05)
-        except BaseException:
-            if not entering.cancel() and not entering.cancelled():
-                self._lock.release()
-            raise
-        try:
-            yield self.client
-        finally:
-            self._lock.release()

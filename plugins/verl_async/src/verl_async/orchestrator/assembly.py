@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verl_async.algorithms.algorithm import Algorithm
-from verl_async.orchestrator.actors import RolloutWorker
 from verl_async.orchestrator.async_training import AsyncTraining
-from verl_async.orchestrator.evaluation import Evaluation
+from verl_async.orchestrator.dispatcher import Dispatcher
+from verl_async.orchestrator.evaluation import SEED, Evaluation
 from verl_async.orchestrator.policy_update import PolicyUpdate
 from verl_async.orchestrator.prompt_source import PromptSource
-from verl_async.orchestrator.rollout_loop import RolloutLoop
+from verl_async.orchestrator.rollout_worker import RolloutWorker
 from verl_async.orchestrator.sample_queue import SampleQueue
+from verl_async.orchestrator.sampler import Sampler
 from verl_async.orchestrator.staleness import StalenessBudget, prompts_between_syncs
 from verl_async.orchestrator.supervised_training import SupervisedTraining
 from verl_async.orchestrator.weight_sync import WeightSync
@@ -57,33 +58,28 @@ def assemble_training(
     mix: Mix | None = None,
 ) -> AsyncTraining:
     """Build the fully-async job."""
-    workers = [RolloutWorker(client) for client in actors.rollouts]
+    workers = _workers(job, actors, watchers)
     per_step = job.async_training.require_batches * job.trainer.mini_batch_size
     limit = prompts_between_syncs(job.async_training, job.trainer.mini_batch_size)
     budget = StalenessBudget(limit, per_step * job.trainer.steps)
     queue = SampleQueue(job.async_training.queue_size or limit)
     source = PromptSource(prompts, job.data.seed, job.data.shuffle, mix)
     algorithm = Algorithm.load(job.algorithm)
-    scorer = texts.scorer(job.reward, [*prompts, *held_out], watchers.listener.on_note)
+    scorer = texts.scorer(job.reward, [*prompts, *held_out], watchers.listener.on_note, watchers.timeline)
     weights = _weight_sync(job, actors.trainer, workers, interrupt=job.async_training.partial_rollout)
-    rollouts = [
-        RolloutLoop(
-            worker=worker,
-            num_workers=len(workers),
-            source=source,
-            budget=budget,
-            queue=queue,
-            scorer=scorer,
-            timeline=watchers.timeline,
-            config=job.rollout,
-            sampling=texts.sampling(job.rollout),
-            put_timeout_s=_longest_step_s(job, algorithm, len(held_out)),
-        )
-        for worker in workers
-    ]
+    dispatcher = Dispatcher(
+        workers=workers,
+        source=source,
+        budget=budget,
+        queue=queue,
+        sampler=Sampler(scorer, texts.sampling(job.rollout), job.data.seed),
+        config=job.rollout,
+        put_timeout_s=_longest_step_s(job, algorithm, len(held_out)),
+    )
     return AsyncTraining(
         job=job,
-        rollouts=rollouts,
+        workers=workers,
+        dispatcher=dispatcher,
         queue=queue,
         budget=budget,
         update=PolicyUpdate(
@@ -111,8 +107,10 @@ def assemble_supervised(
     mix: Mix | None = None,
 ) -> SupervisedTraining:
     """Build the supervised job; without evaluation it needs no rollout workers."""
-    workers = [RolloutWorker(client) for client in actors.rollouts]
-    scorer = texts.scorer(job.reward, held_out, watchers.listener.on_note) if job.evaluation else None
+    workers = _workers(job, actors, watchers)
+    scorer = (
+        texts.scorer(job.reward, held_out, watchers.listener.on_note, watchers.timeline) if job.evaluation else None
+    )
     evaluation = _evaluation(job, texts, held_out, workers, watchers, scorer)
     weights = _weight_sync(job, actors.trainer, workers, interrupt=False)
     return SupervisedTraining(
@@ -126,6 +124,10 @@ def assemble_supervised(
     )
 
 
+def _workers(job: TrainJob | SftJob, actors: Actors, watchers: Watchers) -> list[RolloutWorker]:
+    return [RolloutWorker(client, watchers.timeline, job.rollout.timeout_s) for client in actors.rollouts]
+
+
 def _longest_step_s(job: TrainJob, algorithm: Algorithm, num_held_out: int) -> float:
     """Return how long the trainer may leave the queue alone: update, sync and evaluation, each at its limits."""
     is_recomputed = job.algorithm.old_log_probs == "recompute"
@@ -134,7 +136,7 @@ def _longest_step_s(job: TrainJob, algorithm: Algorithm, num_held_out: int) -> f
     sync_s = 2 * job.weight_sync.timeout_s + job.rollout.timeout_s
     num_answers = -(-num_held_out // job.rollout.num_workers)
     num_batches = -(-num_answers // (job.rollout.max_batch_prompts * job.rollout.n))
-    # One batch more: the workers finish what they generate before they evaluate.
+    # One batch more: training prompts are answered beside.
     evaluation_s = (num_batches + 1) * job.rollout.timeout_s + job.reward.longest_s(num_held_out)
     return num_calls * job.trainer.timeout_s + sync_s + evaluation_s
 
@@ -165,10 +167,9 @@ def _evaluation(
     return Evaluation(
         prompts=held_out,
         workers=workers,
-        scorer=scorer,
+        sampler=Sampler(scorer, texts.sampling(job.rollout, job.evaluation.temperature), SEED),
         timeline=watchers.timeline,
         listener=watchers.listener,
         config=job.evaluation,
         rollout=job.rollout,
-        sampling=texts.sampling(job.rollout, job.evaluation.temperature),
     )

@@ -1,23 +1,23 @@
-"""Fully-async training: the trainer's loop beside the rollout loops."""
+"""Fully-async training: the trainer's loop beside the dispatcher."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from verl_async.orchestrator.waiting import end
+from verl_async.orchestrator.waiting import beside
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from verl_async.config import TrainJob
+    from verl_async.orchestrator.dispatcher import Dispatcher
     from verl_async.orchestrator.evaluation import Evaluation
     from verl_async.orchestrator.listener import JobListener
     from verl_async.orchestrator.policy_update import PolicyUpdate
-    from verl_async.orchestrator.rollout_loop import RolloutLoop
+    from verl_async.orchestrator.rollout_worker import RolloutWorker
     from verl_async.orchestrator.sample_queue import SampleQueue
     from verl_async.orchestrator.samples import ScoredGroup
     from verl_async.orchestrator.scoring import Scorer
@@ -31,7 +31,8 @@ class AsyncTraining:
     """The running job; see ``docs/explanation/fully-async.md``."""
 
     job: TrainJob
-    rollouts: Sequence[RolloutLoop]
+    workers: Sequence[RolloutWorker]
+    dispatcher: Dispatcher
     queue: SampleQueue
     budget: StalenessBudget
     update: PolicyUpdate
@@ -50,19 +51,7 @@ class AsyncTraining:
             EngineError: from whichever loop failed.
         """
         async with self.scorer.pool:
-            await self._run()
-
-    async def _run(self) -> None:
-        training = asyncio.ensure_future(self._train())
-        loops = {training, *(asyncio.ensure_future(loop.run()) for loop in self.rollouts)}
-        try:
-            pending = loops
-            while not training.done():
-                finished, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for loop in finished:
-                    loop.result()  # raises what it raised
-        finally:
-            await end(*loops)
+            await beside(self._train(), self.dispatcher.run(), *(worker.serve() for worker in self.workers))
 
     async def _train(self) -> None:
         """Collect, update, sync, report; step after step."""
@@ -86,8 +75,8 @@ class AsyncTraining:
     async def _collect(self, count: int) -> list[ScoredGroup]:
         """Take groups from the queue, in the order in which their prompts were drawn."""
         with self.timeline.span("trainer", "wait for samples"):
-            # A batch is generated, then comes group by group as each is scored.
-            num_scored = self.job.rollout.n * len(self.rollouts)
+            # Each worker finishes a sample within its limit, and all that it may have are scored at once.
+            num_scored = self.job.rollout.n * self.job.rollout.max_batch_prompts * len(self.workers)
             timeout_s = self.job.rollout.timeout_s + self.job.reward.longest_s(num_scored)
             groups = await self.queue.take(count, timeout_s)
         self.budget.trained(count)
@@ -109,7 +98,7 @@ class AsyncTraining:
     ) -> None:
         kept = [group for group in groups if not group.is_dropped]
         self._stale_samples += sum(group.oldest_version < version for group in kept)
-        self._partial_samples += sum(group.num_interruptions > 0 for group in kept)
+        self._partial_samples += sum(group.is_partial for group in kept)
         tokens = figures.pop("trained_tokens")
         self.listener.on_step(
             step,

@@ -6,21 +6,21 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
+from verl_async.orchestrator.lanes import SealedBatch, StreamLane
 from verl_async.orchestrator.samples import Draw
-from verl_async.orchestrator.waiting import together, within
+from verl_async.orchestrator.waiting import together
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from verl_async.config import EvaluationConfig, RolloutConfig
-    from verl_async.orchestrator.actors import RolloutWorker
     from verl_async.orchestrator.listener import JobListener
+    from verl_async.orchestrator.rollout_worker import RolloutWorker
+    from verl_async.orchestrator.sampler import Sampler
     from verl_async.orchestrator.samples import EncodedPrompt, ScoredGroup
-    from verl_async.orchestrator.scoring import Scorer
     from verl_async.orchestrator.timeline import Timeline
-    from verl_async.rollout.interface import SamplingParams
 
-_SEED: Final = 0x6576616C
+SEED: Final = 0x6576616C
 """Apart from the training streams, and the same at each evaluation, so that only the weights differ."""
 
 
@@ -30,12 +30,11 @@ class Evaluation:
 
     prompts: Sequence[EncodedPrompt]
     workers: Sequence[RolloutWorker]
-    scorer: Scorer
+    sampler: Sampler
     timeline: Timeline
     listener: JobListener
     config: EvaluationConfig
     rollout: RolloutConfig
-    sampling: SamplingParams
 
     def is_due(self, step: int, num_steps: int) -> bool:
         """Tell whether to evaluate after `step` training steps: at both ends, and in between as configured."""
@@ -53,7 +52,7 @@ class Evaluation:
         return aim is not None and figures.get("exact_match", 0.0) >= aim
 
     async def run(self) -> dict[str, float]:
-        """Answer and score all prompts; workers finish what they generate first.
+        """Answer and score all prompts, beside what the workers generate for training.
 
         Returns:
             ``response_tokens``, and what `Scorer.figures` says: means over the samples that could be scored.
@@ -62,26 +61,18 @@ class Evaluation:
         shares = [draws[place :: len(self.workers)] for place in range(len(self.workers))]
         answered = await together(*map(self._answer, self.workers, shares))
         groups = [group for share in answered for group in share]
-        figures = self.scorer.figures(groups)
+        figures = self.sampler.scorer.figures(groups)
         if lengths := [len(one.token_ids) for group in groups for one in group.generations]:
             figures["response_tokens"] = fmean(lengths)
         return figures
 
     async def _answer(self, worker: RolloutWorker, draws: list[Draw]) -> list[ScoredGroup]:
+        if not self.rollout.deterministic:
+            return await together(*(self.sampler.group(draw, [StreamLane(worker)]) for draw in draws))
         size = self.rollout.max_batch_prompts * self.rollout.n  # as many sequences as in training
         groups = []
-        async with worker.using() as client:
-            for start in range(0, len(draws), size):
-                part = draws[start : start + size]
-                with self.timeline.span(worker.name, "evaluate"):
-                    generations = await within(
-                        self.rollout.timeout_s,
-                        f"{worker.name} did not answer {len(part)} evaluation prompts",
-                        client.generate([draw.requests(1, self.sampling, _SEED)[0] for draw in part]),
-                    )
-                    scoring = (
-                        self.scorer.score_group(draw, [generation])
-                        for draw, generation in zip(part, generations, strict=True)
-                    )
-                    groups += await together(*scoring)
+        for start in range(0, len(draws), size):
+            batch = SealedBatch(worker)
+            part = [(draw, [batch.lane()]) for draw in draws[start : start + size]]
+            groups += await together(*(self.sampler.group(draw, lanes) for draw, lanes in part))
         return groups

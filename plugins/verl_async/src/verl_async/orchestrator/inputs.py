@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from verl_async.config import RolloutConfig, SftJob, TrainJob
     from verl_async.data.examples import Conversation, Example
     from verl_async.data.prompts import Prompt
+    from verl_async.orchestrator.timeline import Timeline
     from verl_async.reward_config import RewardConfig
     from verl_engine.batch.sequence import Sequence
 
@@ -116,10 +117,12 @@ class ModelTexts:
             stop_token_ids=self.stop_token_ids,
         )
 
-    def scorer(self, config: RewardConfig, prompts: Iterable[EncodedPrompt], say: Callable[[str], None]) -> Scorer:
+    def scorer(
+        self, config: RewardConfig, prompts: Iterable[EncodedPrompt], say: Callable[[str], None], timeline: Timeline
+    ) -> Scorer:
         """Return what scores the model's answers to some prompts, and says which could not be scored."""
         sources = frozenset(encoded.prompt.data_source for encoded in prompts)
-        return Scorer(RewardPool(config), self.tokenizer, say, sources)
+        return Scorer(RewardPool(config), self.tokenizer, say, timeline, sources)
 
     def save(self, folder: Path) -> None:
         """Copy beside trained weights what their engine left out: the tokenizer's files as they are, templates, code.

@@ -25,6 +25,11 @@ class SampleQueue:
         """Return the number of groups waiting."""
         return len(self._groups)
 
+    async def wait_for_room(self) -> None:
+        """Wait until a group could be put in; the trainer's own time limits bound it."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._groups) < self._size)
+
     async def put(self, group: ScoredGroup, timeout_s: float) -> None:
         """Add a group, waiting for room.
 

@@ -36,12 +36,9 @@ class Draw:
     """Counts the draws of the whole job from 0: the same row drawn again has another number."""
     encoded: EncodedPrompt
 
-    def requests(self, num_samples: int, sampling: SamplingParams, seed: int) -> list[GenerationRequest]:
-        """Make the group's requests; each sample's random stream follows from seed, draw and place in the group."""
-        return [
-            GenerationRequest(self.encoded.token_ids, sampling, (stream_seed(seed, self.number, place),))
-            for place in range(num_samples)
-        ]
+    def request(self, place: int, sampling: SamplingParams, seed: int) -> GenerationRequest:
+        """Ask for one sample; its random stream follows from seed, draw and place in the group."""
+        return GenerationRequest(self.encoded.token_ids, sampling, (stream_seed(seed, self.number, place),))
 
     def sample_id(self, place: int) -> str:
         """Name a sample, in messages and logs."""
@@ -56,8 +53,6 @@ class ScoredGroup:
     generations: tuple[Generation, ...]
     rewards: tuple[float, ...]
     exact: tuple[bool, ...]
-    num_interruptions: int
-    """How many times generation stopped for new weights and went on."""
     metrics: tuple[Mapping[str, float], ...] = ()
     """Other numbers of the rewards, by sample."""
     num_errors: int = 0
@@ -69,6 +64,11 @@ class ScoredGroup:
     def is_dropped(self) -> bool:
         """Whether too few samples are left to compare: the group is counted, and not trained on."""
         return self.num_dropped > 0 and len(self.generations) < _FEWEST
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether a response stopped for new weights, and went on with them."""
+        return any(one.weight_versions[0] != one.weight_versions[-1] for one in self.generations)
 
     @property
     def oldest_version(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Final, Protocol, Self
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Protocol, Self
 from verl_async.data.rewards import Sample
 from verl_async.data.tokenization import decode_response
 from verl_async.orchestrator.samples import ScoredGroup
-from verl_async.orchestrator.waiting import together
+from verl_async.orchestrator.timeline import Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from verl_async.data.reward_pool import Score
     from verl_async.orchestrator.samples import Draw
+    from verl_async.orchestrator.timeline import Timeline
     from verl_async.rollout.interface import Generation
 
 _MOST_SHOWN: Final = 20
@@ -47,8 +49,12 @@ class Scorer:
     tokenizer: PreTrainedTokenizerBase
     say: Callable[[str], None]
     """Told which samples could not be scored."""
+    timeline: Timeline
+    """Told when it scores, as ``scoring``."""
     data_sources: frozenset[str] = frozenset()
     """Of all prompts of the job."""
+    _num_calls: int = field(default=0, init=False)
+    _since_s: float = field(default=0.0, init=False)
     _num_errors: int = field(default=0, init=False)
 
     async def score(self, draw: Draw, place: int, generation: Generation) -> Score:
@@ -62,7 +68,8 @@ class Scorer:
             RewardError: a reward function failed and ``reward.on_error`` is ``stop``; names the sample.
         """
         text = decode_response(self.tokenizer, generation.token_ids)
-        score = await self.pool.score(Sample(draw.encoded.prompt, text, draw.sample_id(place)))
+        with self._noted():
+            score = await self.pool.score(Sample(draw.encoded.prompt, text, draw.sample_id(place)))
         for error in score.errors:
             self._num_errors += 1
             cost = "the sample leaves its group" if score.reward is None else "this score counts as 0"
@@ -74,12 +81,19 @@ class Scorer:
                 )
         return score
 
-    async def score_group(
-        self, draw: Draw, generations: Sequence[Generation], num_interruptions: int = 0
-    ) -> ScoredGroup:
-        """Score all samples of a draw at once; see `score`."""
-        scores = await together(*(self.score(draw, place, one) for place, one in enumerate(generations)))
-        return finished_group(draw, generations, scores, num_interruptions)
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Have the timeline know when any sample is being scored."""
+        if not self._num_calls:
+            self._since_s = self.timeline.now_s
+        self._num_calls += 1
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
+            now_s = self.timeline.now_s
+            self.timeline.record(Span("scoring", "score", self._since_s, now_s))
+            self._since_s = now_s
 
     def figures(self, groups: Iterable[ScoredGroup]) -> dict[str, float]:
         """Average what the reward functions say of some groups, and count what failed.
@@ -105,9 +119,7 @@ class Scorer:
         return figures
 
 
-def finished_group(
-    draw: Draw, generations: Sequence[Generation], scores: Sequence[Score], num_interruptions: int
-) -> ScoredGroup:
+def finished_group(draw: Draw, generations: Sequence[Generation], scores: Sequence[Score]) -> ScoredGroup:
     """Put a group together when its last sample is scored; samples without a reward leave it."""
     kept = [place for place, score in enumerate(scores) if score.reward is not None]
     return ScoredGroup(
@@ -115,7 +127,6 @@ def finished_group(
         generations=tuple(generations[place] for place in kept),
         rewards=tuple(reward for score in scores if (reward := score.reward) is not None),
         exact=tuple(scores[place].is_exact for place in kept),
-        num_interruptions=num_interruptions,
         metrics=tuple(scores[place].metrics for place in kept),
         num_errors=sum(len(score.errors) for score in scores),
         num_dropped=len(scores) - len(kept),

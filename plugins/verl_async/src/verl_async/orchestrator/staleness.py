@@ -21,7 +21,7 @@ def prompts_between_syncs(config: AsyncTrainingConfig, mini_batch_size: int) -> 
 
 
 class StalenessBudget:
-    """Grants prompts to the rollout loops so that never too many samples wait that older weights made.
+    """Grants prompts to the dispatcher so that never too many samples wait that older weights made.
 
     At a weight sync, what was started and not yet trained on is left over. Until the next one, so many more may be
     started that both together do not exceed `limit`. With a threshold of 0 that is just what training needs next.
@@ -38,8 +38,6 @@ class StalenessBudget:
         self._total = total
         self._allowed = 0
         """Prompts that may be started until the next sync, those started before included."""
-        self._granted = 0
-        """How many of them the last sync added, or found not yet started."""
         self._started = 0
         self._trained = 0
         self._changed = asyncio.Event()
@@ -59,26 +57,22 @@ class StalenessBudget:
         """Whether every prompt of the job was started."""
         return self._started >= self._total
 
-    async def acquire(self, at_most: int, num_sharers: int) -> range:
+    async def acquire(self, at_most: int | None = None) -> range:
         """Wait until prompts may be started, and take some.
 
         Bounded by the trainer's own time limits: without them it syncs, fails or ends, and each of these ends the wait.
 
         Args:
-            at_most: that many.
-            num_sharers: workers that want some too; each takes at most its share of what the last sync granted.
+            at_most: that many; by default all that may be started.
         Returns:
             Numbers of the draws; empty once the job needs no more.
         """
         while not self.available and not self.exhausted:
             self._changed.clear()
             await self._changed.wait()
-        count = min(at_most, self.available, -(-self._granted // num_sharers))
         first = self._started
-        self._started += count
-        if self.exhausted:
-            self._changed.set()
-        return range(first, first + count)
+        self._started += self.available if at_most is None else min(at_most, self.available)
+        return range(first, self._started)
 
     def trained(self, num_prompts: int) -> None:
         """Note that prompts were taken out of the queue for training."""
@@ -87,5 +81,4 @@ class StalenessBudget:
     def synced(self) -> None:
         """Note that the rollout workers have the trainer's weights; grants what that allows."""
         self._allowed = min(self._trained + self._limit, self._total)
-        self._granted = self.available
         self._changed.set()

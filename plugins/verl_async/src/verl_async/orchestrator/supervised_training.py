@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verl_async.algorithms.sft_loss import sft_loss
 from verl_async.data.order import Mix
 from verl_async.orchestrator.batches import SharePlan
-from verl_async.orchestrator.waiting import within
+from verl_async.orchestrator.waiting import beside, within
 
 if TYPE_CHECKING:
     from verl_async.config import SftJob
@@ -39,8 +38,11 @@ class SupervisedTraining:
 
     async def run(self) -> None:
         """Train to the end, or until the evaluation has reached its aim."""
-        async with self.evaluation[0].scorer.pool if self.evaluation else nullcontext():
-            await self._run()
+        if self.evaluation is None:
+            return await self._run()
+        evaluation, _ = self.evaluation
+        async with evaluation.sampler.scorer.pool:
+            return await beside(self._run(), *(worker.serve() for worker in evaluation.workers))
 
     async def _run(self) -> None:
         order = (self.mix or Mix((len(self.examples),))).order(self.job.data.shuffle, self.job.data.seed)

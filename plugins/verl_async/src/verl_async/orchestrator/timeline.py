@@ -92,20 +92,26 @@ class Timeline:
     """Where each actor's latest span of each activity is."""
     _idle: IdleRatios = field(default_factory=IdleRatios)
 
+    @property
+    def now_s(self) -> float:
+        """Seconds since its start."""
+        return time.monotonic() - self._start_s
+
     @contextmanager
     def span(self, who: str, what: str) -> Iterator[None]:
         """Record the time spent inside, also when it ends by an exception."""
-        start_s = time.monotonic() - self._start_s
+        start_s = self.now_s
         try:
             yield
         finally:
-            self._record(Span(who, what, start_s, time.monotonic() - self._start_s))
+            self.record(Span(who, what, start_s, self.now_s))
 
     def idle_ratio(self, role: str) -> float:
         """Return the `IdleRatios` of a role so far; 0 if nothing is recorded."""
         return self._idle.of(role) or 0.0
 
-    def _record(self, span: Span) -> None:
+    def record(self, span: Span) -> None:
+        """Take a span that ends now."""
         if span.what in WAITS and span.end_s - span.start_s < _NEGLIGIBLE_S:
             return
         place = self._latest.get((span.who, span.what))
@@ -116,3 +122,20 @@ class Timeline:
             self._latest[span.who, span.what] = len(self.spans)
             self.spans.append(span)
         self._idle.add(span)
+
+
+class Activity:
+    """What one actor does, one thing after the other; recorded up to each change."""
+
+    def __init__(self, timeline: Timeline, who: str, what: str) -> None:
+        """Begin with `what`."""
+        self._timeline = timeline
+        self._who = who
+        self._what = what
+        self._since_s = timeline.now_s
+
+    def is_now(self, what: str) -> None:
+        """Note what it does from now on; the same again only records the time until now."""
+        now_s = self._timeline.now_s
+        self._timeline.record(Span(self._who, self._what, self._since_s, now_s))
+        self._what, self._since_s = what, now_s

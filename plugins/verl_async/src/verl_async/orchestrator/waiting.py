@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl_engine.contract.errors import StuckError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
+    from collections.abc import AsyncIterator, Awaitable, Coroutine
 
 T = TypeVar("T")
 
@@ -70,6 +71,29 @@ async def together(*parts: Awaitable[T]) -> list[T]:
     except BaseException:
         await end(*tasks)
         raise
+
+
+@asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """Open a group of tasks whose first failure ends all, and is raised as it is."""
+    failure: BaseException | None = None
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
+    except BaseExceptionGroup as failed:
+        failure = failed.exceptions[0]
+    if failure is not None:
+        raise failure
+
+
+async def beside(main: Coroutine[Any, Any, T], *others: Coroutine[Any, Any, None]) -> T:
+    """Await `main` while others run, which end with it; the first failure of any ends all, and is raised."""
+    async with task_group() as tasks:
+        leading, running = tasks.create_task(main), [tasks.create_task(one) for one in others]
+        result = await leading
+        for task in running:
+            task.cancel()
+    return result
 
 
 async def end(*tasks: asyncio.Future[Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,13 +16,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from verl_async.config import WeightSyncConfig
-    from verl_async.orchestrator.actors import BucketDelivery, RolloutClient, RolloutWorker, Trainer
+    from verl_async.orchestrator.actors import BucketDelivery, RolloutClient, Trainer
+    from verl_async.orchestrator.rollout_worker import RolloutWorker
     from verl_engine.engine.weights.bucket import WeightBucket
 
 
 @dataclass(slots=True)
 class WeightSync:
-    """Copies weights; a version is in force everywhere or the job ends."""
+    """Copies weights; a version is in force everywhere or the job ends, with the workers paused."""
 
     trainer: Trainer
     workers: list[RolloutWorker]
@@ -31,7 +31,7 @@ class WeightSync:
     dtype: str
     """Of the rollout workers; weights are cast to it before they travel."""
     interrupt: bool
-    """Stop running generation between two tokens; else wait for its end."""
+    """Stop running generation between two tokens, to go on with the new weights; else wait for its end."""
     generation_timeout_s: float
     """How long that end may take."""
     version: int = -1
@@ -45,29 +45,30 @@ class WeightSync:
             StuckError: stopping generation, or all the rest, took longer than ``weight_sync.timeout_s``; names who did
                 not answer.
         """
-        async with AsyncExitStack() as stack:
-            clients = await together(*(self._pause(stack, worker) for worker in self.workers))
-            limit = TimeLimit(self.config.timeout_s)
-            version = self.version + 1
-            sent = Acknowledgement(version, await self._send(clients, version, limit))
-            acknowledged = await together(*(self._commit(client, version, limit) for client in clients))
-            for client, receivers in zip(clients, acknowledged, strict=True):
-                for receiver, found in receivers.items():
-                    if found != sent:
-                        raise WeightsError(
-                            f"{client.name} ({receiver}) acknowledged version {found.version} with checksum "
-                            f"{found.checksum:#010x}, but the trainer sent version {sent.version} with checksum "
-                            f"{sent.checksum:#010x}"
-                        )
-            self.version = sent.version
+        await together(*map(self._pause, self.workers))
+        clients = [worker.client for worker in self.workers]
+        limit = TimeLimit(self.config.timeout_s)
+        version = self.version + 1
+        sent = Acknowledgement(version, await self._send(clients, version, limit))
+        acknowledged = await together(*(self._commit(client, version, limit) for client in clients))
+        for client, receivers in zip(clients, acknowledged, strict=True):
+            for receiver, found in receivers.items():
+                if found != sent:
+                    raise WeightsError(
+                        f"{client.name} ({receiver}) acknowledged version {found.version} with checksum "
+                        f"{found.checksum:#010x}, but the trainer sent version {sent.version} with checksum "
+                        f"{sent.checksum:#010x}"
+                    )
+        await together(*(self._resume(worker, limit) for worker in self.workers))
+        self.version = sent.version
 
-    async def _pause(self, stack: AsyncExitStack, worker: RolloutWorker) -> RolloutClient:
-        limit = self.config.timeout_s if self.interrupt else self.config.timeout_s + self.generation_timeout_s
-        return await within(
-            limit,
-            f"{worker.name} did not stop generating for a weight sync",
-            stack.enter_async_context(worker.paused(interrupt=self.interrupt)),
-        )
+    async def _pause(self, worker: RolloutWorker) -> None:
+        limit_s = self.config.timeout_s if self.interrupt else self.config.timeout_s + self.generation_timeout_s
+        who = f"{worker.name} did not stop generating for a weight sync"
+        await within(limit_s, who, worker.pause("abort" if self.interrupt else "wait"))
+
+    async def _resume(self, worker: RolloutWorker, limit: TimeLimit) -> None:
+        await limit.within(f"{worker.name} did not go on after a weight sync", worker.resume())
 
     async def _send(self, clients: list[RolloutClient], version: int, limit: TimeLimit) -> int:
         """Send all buckets through two slots: one is read while the next is written into the other.

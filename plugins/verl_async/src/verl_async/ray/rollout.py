@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import ray
 
-from verl_async.orchestrator.rollout_host import RolloutHost
 from verl_async.orchestrator.waiting import end
 from verl_async.ray.answers import answer
 from verl_async.rollout.interface import Completion
 from verl_async.rollout.kind import ROLLOUT
+from verl_engine.contract.errors import WeightsError
 from verl_engine.host.loading import load_plugin
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         Generation,
         GenerationRequest,
         PauseMode,
+        RolloutEngine,
         RolloutStats,
         WeightTransport,
     )
@@ -48,19 +49,21 @@ class RolloutActor:
         self._config = config
         self._model_folder = model_folder
         self._done: SimpleQueue[Completion] = SimpleQueue()
+        self._is_loading = False
 
     async def start(self) -> str:
         """Load the engine by name and its model; return this node's id."""
-        self._host = await asyncio.to_thread(self._load)
+        self._engine = await asyncio.to_thread(self._load)
         return str(ray.get_runtime_context().get_node_id())
 
-    def _load(self) -> RolloutHost:
+    def _load(self) -> RolloutEngine:
         spec: RolloutSpec = load_plugin(ROLLOUT, self._config.backend, "rollout.backend").spec
-        return RolloutHost(spec.load_engine()(self._config, self._model_folder))
+        engine: RolloutEngine = spec.load_engine()(self._config, self._model_folder)
+        return engine
 
     async def submit(self, requests: list[GenerationRequest], sealed: bool) -> None:
         """See `RolloutEngine.submit`; `collect` gives what comes of them."""
-        self._host.engine.submit(requests, self._done.put, sealed=sealed)
+        self._engine.submit(requests, self._done.put, sealed=sealed)
 
     async def collect(self) -> list[tuple[str, int, Generation, EngineError | None]]:
         """Wait for a completion, and return all that there are: the request's id in place of the request."""
@@ -72,47 +75,49 @@ class RolloutActor:
     @ray.method(concurrency_group=_CONTROL)
     async def pause(self, mode: PauseMode) -> None:
         """See `RolloutEngine.pause`."""
-        await asyncio.to_thread(self._host.engine.pause, mode)
+        await asyncio.to_thread(self._engine.pause, mode)
 
     @ray.method(concurrency_group=_CONTROL)
     async def resume(self) -> None:
         """See `RolloutEngine.resume`."""
-        self._host.engine.resume()
+        self._engine.resume()
 
     @ray.method(concurrency_group=_CONTROL)
     async def stats(self) -> RolloutStats:
         """See `RolloutEngine.stats`."""
-        return self._host.engine.stats()
+        return self._engine.stats()
 
     @ray.method(concurrency_group=_CONTROL)
     async def close(self) -> None:
         """See `RolloutEngine.close`."""
-        await asyncio.to_thread(self._host.engine.close)
-
-    async def generate(self, requests: list[GenerationRequest]) -> list[Generation]:
-        """See `RolloutHost.generate`."""
-        return await asyncio.to_thread(self._host.generate, requests)
-
-    @ray.method(concurrency_group=_CONTROL)
-    async def interrupt(self) -> None:
-        """See `RolloutHost.interrupt`."""
-        await asyncio.to_thread(self._host.interrupt)
+        await asyncio.to_thread(self._engine.close)
 
     async def begin_weights(self, version: int, plan: list[WeightBucket], transport: WeightTransport) -> None:
-        """See `RolloutHost.begin_weights`."""
-        await asyncio.to_thread(self._host.begin_weights, version, plan, transport)
+        """See `RolloutEngine.begin_weights`."""
+        self._is_loading = True
+        await asyncio.to_thread(self._engine.begin_weights, version, plan, transport)
 
     async def load_bucket(self, handle: Any, checksum: int) -> None:
-        """See `RolloutHost.load_bucket`; in place of a reference, Ray hands over the bytes."""
-        await asyncio.to_thread(self._host.load_bucket, handle, checksum)
+        """See `RolloutEngine.load_bucket`; in place of a reference, Ray hands over the bytes."""
+        await asyncio.to_thread(self._engine.load_bucket, handle, checksum)
 
     async def commit_weights(self, version: int) -> Mapping[str, Acknowledgement]:
-        """See `RolloutHost.commit_weights`."""
-        return await asyncio.to_thread(self._host.commit_weights, version)
+        """See `RolloutEngine.commit_weights`."""
+        acknowledged = await asyncio.to_thread(self._engine.commit_weights, version)
+        self._is_loading = False
+        return acknowledged
 
     async def save_pretrained(self, folder: Path) -> str:
-        """See `RolloutHost.save_pretrained`."""
-        return await asyncio.to_thread(self._host.save_pretrained, folder)
+        """Write the current weights, the last copy where the trainer is gone; return their version and dtype.
+
+        Raises:
+            WeightsError: a sync was under way, so that they are of two versions.
+            UnsupportedError: the engine cannot write its weights.
+        """
+        if self._is_loading:
+            raise WeightsError("a weight sync was under way: the weights are of two versions")
+        dtype = await asyncio.to_thread(self._engine.save_pretrained, folder)
+        return f"version {self._engine.version}, {dtype}"
 
 
 class RayRolloutClient:
@@ -141,13 +146,7 @@ class RayRolloutClient:
         *,
         sealed: bool = False,
     ) -> None:
-        """Submit requests; all of one turn of the event loop go in one call, or one for each sealed batch.
-
-        Args:
-            requests: each with a `request_id` that no other in flight here has.
-            on_completion: called in the event loop, while `serve` runs.
-            sealed: see `RolloutEngine.submit`.
-        """
+        """See `RolloutClient.submit`; one turn of the event loop makes one call, and one for each sealed batch."""
         for request in requests:
             assert request.request_id not in self._in_flight, f"{request.request_id!r} is in flight already"
             self._in_flight[request.request_id] = (request, on_completion, len(request.seeds))
@@ -156,11 +155,7 @@ class RayRolloutClient:
         self._outbox.append((list(requests), sealed))
 
     async def serve(self) -> None:
-        """Hand completions to those who want them, until cancelled.
-
-        Raises:
-            EngineError: a submission was refused, or the worker failed or is gone.
-        """
+        """See `RolloutClient.serve`."""
         failing = asyncio.ensure_future(self._failures.get())
         collecting = asyncio.ensure_future(answer(self.actor.collect.remote(), self.name))
         try:
@@ -210,15 +205,6 @@ class RayRolloutClient:
     async def close(self) -> None:
         """See `RolloutEngine.close`."""
         await answer(self.actor.close.remote(), self.name)
-
-    async def generate(self, requests: list[GenerationRequest]) -> list[Generation]:
-        """Generate; see `RolloutHost.generate`."""
-        generations: list[Generation] = await answer(self.actor.generate.remote(requests), self.name)
-        return generations
-
-    async def interrupt(self) -> None:
-        """Make a running `generate` return after its current token."""
-        await answer(self.actor.interrupt.remote(), self.name)
 
     async def begin_weights(self, version: int, plan: Sequence[WeightBucket], transport: WeightTransport) -> None:
         """Expect the buckets of a plan."""

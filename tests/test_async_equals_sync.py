@@ -20,10 +20,12 @@ from verl_async.orchestrator.batches import SharePlan, build_sequences, with_adv
 from verl_async.orchestrator.inputs import ModelTexts, read_training_prompts
 from verl_async.orchestrator.prompt_source import PromptSource
 from verl_async.orchestrator.samples import ScoredGroup
+from verl_async.orchestrator.workflow import Trajectory
 from verl_async.reward_config import RewardFunctionConfig
 from verl_async.rollout.embedded import EmbeddedEngine
 from verl_async.rollout.embedded_plugin import EmbeddedConfig
 from verl_async.rollout.in_process import generate, send_weights
+from verl_async.rollout.interface import GenerationRequest
 from verl_engine.engine.worker import EngineWorker
 
 if TYPE_CHECKING:
@@ -88,15 +90,18 @@ def train_in_a_plain_loop(rank: int, recipe: Path, folder: Path, num_ranks: int)
             draws = [source.draw(number + index) for index in range(size)]
             number += size
             sampling = texts.sampling(job.rollout)
-            answers = generate(
-                rollout, [d.request(place, sampling, job.data.seed) for d in draws for place in range(4)], sealed=True
-            )
+            requests = [
+                GenerationRequest(draw.encoded.token_ids, sampling, (draw.seed(job.data.seed, place),))
+                for draw in draws
+                for place in range(4)
+            ]
+            answers = generate(rollout, requests, sealed=True)
             for index, draw in enumerate(draws):
                 own = answers[4 * index : 4 * index + 4]
                 texts_of_own = [decode_response(texts.tokenizer, answer.token_ids) for answer in own]
                 samples = [Sample(draw.encoded.prompt, text, "") for text in texts_of_own]
                 rewards = [read_result(reward(**sample.arguments)).score for sample in samples]
-                groups.append(ScoredGroup(draw, tuple(own), tuple(rewards), (False,) * 4))
+                groups.append(ScoredGroup(draw, tuple(Trajectory((one,)) for one in own), tuple(rewards), (False,) * 4))
         for start in (0, 4):
             part = groups[start : start + 4]
             sequences = with_advantages(part, build_sequences(part, (), "rollout"), algorithm)

@@ -24,6 +24,7 @@ from verl_async.orchestrator.batches import build_sequences, with_advantages
 from verl_async.orchestrator.samples import Draw, EncodedPrompt, ScoredGroup
 from verl_async.orchestrator.scoring import Scorer
 from verl_async.orchestrator.timeline import Timeline
+from verl_async.orchestrator.workflow import Trajectory
 from verl_async.rollout.in_process import InlineTransport
 from verl_async.rollout.interface import Generation, SamplingParams
 from verl_engine.contract.engine_config import EngineConfig
@@ -157,6 +158,8 @@ class FakeListener:
 class FakeTexts:
     """A `ModelTexts` whose answers are scored by `reward_of`."""
 
+    chat_settings: Mapping[str, Any] = {}
+
     def __init__(self, reward_of: Any = None) -> None:
         self.reward_of = reward_of or (lambda solution: float(len(solution)))
 
@@ -217,10 +220,10 @@ def make_group(
     number: int = 0, rewards: tuple[float, ...] = (0.0, 1.0), versions: tuple[int, ...] = (0, 0)
 ) -> ScoredGroup:
     """A finished group: each answer is tokens 11 and 12."""
-    generations = tuple(Generation([11, 12], [-1.0, -2.0], list(versions), "stop") for _ in rewards)
+    trajectories = tuple(Trajectory((Generation([11, 12], [-1.0, -2.0], list(versions), "stop"),)) for _ in rewards)
     exact = tuple(reward > 0 for reward in rewards)
     metrics: tuple[dict[str, float], ...] = ({},) * len(rewards)
-    return ScoredGroup(Draw(number, encoded_prompts(1)[0]), generations, rewards, exact, metrics)
+    return ScoredGroup(Draw(number, encoded_prompts(1)[0]), trajectories, rewards, exact, metrics)
 
 
 def learned(groups: list[ScoredGroup], **algorithm: Any) -> list[sequence.Sequence]:

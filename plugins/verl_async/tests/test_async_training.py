@@ -143,7 +143,7 @@ def test_partial_rollouts_go_on_with_the_tokens_they_have() -> None:
     assert run.listener.steps[-1]["fully_async/partial/total_partial_num"] == len(partial)
     for group in (group for groups in run.groups for group in groups):
         first = group.draw.encoded.token_ids[0] + 1
-        for answer in group.generations:
+        for answer in group.trajectories:
             assert answer.token_ids == [*range(first, first + 7), STOP]
             assert answer.log_probs == [-1.0 - place for place in range(8)]
             assert len(answer.weight_versions) == 8

@@ -19,6 +19,7 @@ from verl_async.orchestrator.sampler import Sampler
 from verl_async.orchestrator.staleness import StalenessBudget
 from verl_async.orchestrator.timeline import Timeline
 from verl_async.orchestrator.waiting import beside
+from verl_async.orchestrator.workflow import SingleTurn
 from verl_async.rollout.interface import SamplingParams
 from verl_engine.contract.errors import StuckError
 
@@ -46,7 +47,7 @@ def dispatcher_of(
         source=PromptSource(encoded_prompts(5), seed=0, shuffle=False),
         budget=budget,
         queue=SampleQueue(queue_size),
-        sampler=Sampler(make_scorer(reward_of, timeline=timeline), SamplingParams(8), 0),
+        sampler=Sampler(SingleTurn(), make_scorer(reward_of, timeline=timeline), SamplingParams(8), 0),
         config=RolloutConfig(**{"n": 2, "timeout_s": timeout_s} | config),
         put_timeout_s=timeout_s,
     )
@@ -78,7 +79,7 @@ def test_every_prompt_is_answered_n_times() -> None:
     assert rows(client) == [[10], [10], [20], [20], [30], [30]]
     assert not any(client.sealed)
     for row, group in enumerate(sorted(groups, key=lambda group: group.draw.number)):
-        assert [answer.token_ids for answer in group.generations] == [[10 * row + 11, 10 * row + 12, STOP]] * 2
+        assert [answer.token_ids for answer in group.trajectories] == [[10 * row + 11, 10 * row + 12, STOP]] * 2
         assert group.rewards == (5.0, 5.0)
         assert not group.is_partial
 

@@ -16,6 +16,7 @@ from verl_async.orchestrator.rollout_worker import RolloutWorker
 from verl_async.orchestrator.sampler import Sampler
 from verl_async.orchestrator.timeline import Timeline
 from verl_async.orchestrator.waiting import end
+from verl_async.orchestrator.workflow import SingleTurn
 from verl_async.rollout.interface import SamplingParams
 
 if TYPE_CHECKING:
@@ -38,11 +39,11 @@ def evaluation_of(
     deterministic: bool = False,
     **config: Any,
 ) -> Evaluation:
-    timeline = Timeline()
+    timeline, scorer = Timeline(), make_scorer(lambda text: float(len(text.split())))
     return Evaluation(
         prompts=encoded_prompts(num_prompts),
         workers=[RolloutWorker(rollout, timeline, timeout_s) for rollout in rollouts],
-        sampler=Sampler(make_scorer(lambda text: float(len(text.split()))), SamplingParams(8, temperature=0.0), SEED),
+        sampler=Sampler(SingleTurn(), scorer, SamplingParams(8, temperature=0.0), SEED),
         timeline=timeline,
         listener=FakeListener(),
         config=EvaluationConfig.model_validate({"prompts": "held_out.jsonl", **config}),

@@ -13,6 +13,8 @@ from verl_async.algorithms.algorithm import Algorithm
 from verl_async.config import AlgorithmConfig, KlConfig, TrainerConfig
 from verl_async.errors import RewardError
 from verl_async.orchestrator.policy_update import PolicyUpdate
+from verl_async.orchestrator.workflow import Trajectory
+from verl_async.rollout.interface import Generation
 from verl_engine.contract.errors import ConfigError, StuckError
 
 if TYPE_CHECKING:
@@ -160,10 +162,8 @@ def test_a_kl_in_the_reward_is_taken_off_before_the_advantage(old_log_probs: str
     # k1 is old - reference: 4.5 + 4 = 8.5, or -5.5 - 6 = -11.5. The second sample has a longer response by one token
     # (13: -3 or -13, reference -6.5): 3.5 or -6.5 more.
     group = make_group(rewards=(0.0, 1.0))
-    longer = dataclasses.replace(
-        group.generations[1], token_ids=[11, 12, 13], log_probs=[-1.0, -2.0, -3.0], weight_versions=[0] * 3
-    )
-    group = dataclasses.replace(group, generations=(group.generations[0], longer))
+    longer = Trajectory((Generation([11, 12, 13], [-1.0, -2.0, -3.0], [0] * 3, "stop"),))
+    group = dataclasses.replace(group, trajectories=(group.trajectories[0], longer))
     trainer = FakeTrainer()
     kl = {"estimator": "k1", "coefficient": 0.1, "where": "reward"}
     settings: dict[str, Any] = {"kl": kl, "advantage": "dr_grpo", "old_log_probs": old_log_probs}

@@ -26,7 +26,7 @@ def ask(number: int = 0) -> GenerationRequest:
 
 
 def run(worker: RolloutWorker, main: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(beside(main, worker.serve()), 5.0))
+    return asyncio.run(asyncio.wait_for(beside(main, worker.serve()), 30.0))
 
 
 def test_an_interrupted_sample_goes_on_with_its_tokens_and_its_seed() -> None:
@@ -99,16 +99,16 @@ def test_a_worker_that_finishes_nothing_is_named() -> None:
 
 def test_slow_samples_and_a_long_pause_are_no_fault() -> None:
     client = FakeRollout(token_s=0.001)
-    worker = RolloutWorker(client, Timeline(), 0.1)
+    worker = RolloutWorker(client, Timeline(), 1.0)
 
     async def main() -> None:
         await worker.pause("keep")
         waiting = asyncio.ensure_future(worker.generate(ask()))
-        await asyncio.sleep(0.25)
+        await asyncio.sleep(1.2)
         await worker.resume()
         await waiting
-        client.token_s = 0.025  # three tokens a sample, one sample after the other
-        for _ in range(3):
+        client.token_s = 0.1  # three tokens a sample, one sample after the other
+        for _ in range(5):
             await worker.generate(ask())
 
     run(worker, main())

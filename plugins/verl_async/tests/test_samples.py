@@ -6,20 +6,20 @@ from dataclasses import replace
 
 from plugins.verl_async.tests.fakes import encoded_prompts, make_group
 from verl_async.orchestrator.samples import Draw, stream_seed
-from verl_async.rollout.interface import Generation, GenerationRequest, SamplingParams
+from verl_async.orchestrator.workflow import Trajectory
+from verl_async.rollout.interface import Generation
 
 
-def test_a_group_has_one_request_a_sample_each_with_its_own_stream() -> None:
-    sampling = SamplingParams(8)
-    requests = [Draw(5, encoded_prompts(1)[0]).request(place, sampling, seed=7) for place in range(3)]
-    assert requests == [GenerationRequest((10, 10), sampling, (stream_seed(7, 5, place),)) for place in range(3)]
-    assert len({request.seeds for request in requests}) == 3
+def test_each_sample_and_each_call_of_it_has_its_own_stream() -> None:
+    draw = Draw(5, encoded_prompts(1)[0])
+    seeds = {draw.seed(7, place, call) for place in range(3) for call in range(3)}
+    assert len(seeds) == 9
+    assert draw.seed(7, 2) == draw.seed(7, 2, 0) == stream_seed(7, 5, 2)
 
 
 def test_the_same_prompt_drawn_again_gives_other_samples() -> None:
-    first, again = (Draw(number, encoded_prompts(1)[0]).request(0, SamplingParams(8), 7) for number in (0, 1))
-    assert first.prompt_ids == again.prompt_ids
-    assert first.seeds != again.seeds
+    first, again = (Draw(number, encoded_prompts(1)[0]) for number in (0, 1))
+    assert first.seed(7, 0) != again.seed(7, 0)
 
 
 def test_seeds_are_reproducible_and_fit_a_torch_generator() -> None:
@@ -35,5 +35,5 @@ def test_samples_are_named_by_draw_and_place() -> None:
 
 def test_a_group_is_as_old_as_its_oldest_token() -> None:
     generations = (Generation([1, 2, 3], [-1.0] * 3, [4, 4, 6], "stop"), Generation([1], [-1.0], [5], "stop"))
-    group = replace(make_group(), generations=generations)
+    group = replace(make_group(), trajectories=tuple(Trajectory((one,)) for one in generations))
     assert (group.oldest_version, group.newest_version) == (4, 6)

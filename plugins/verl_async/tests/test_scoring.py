@@ -15,6 +15,7 @@ from verl_async.errors import RewardError
 from verl_async.orchestrator.samples import Draw, EncodedPrompt, ScoredGroup
 from verl_async.orchestrator.scoring import finished_group
 from verl_async.orchestrator.waiting import together
+from verl_async.orchestrator.workflow import Trajectory
 from verl_async.rollout.interface import Generation
 
 if TYPE_CHECKING:
@@ -28,8 +29,9 @@ WRONG = Generation([11], [-1.0], [0], "length")
 
 
 async def score_group(scorer: Scorer, generations: Sequence[Generation], draw: Draw = DRAW) -> ScoredGroup:
-    scores = await together(*(scorer.score(draw, place, one) for place, one in enumerate(generations)))
-    return finished_group(draw, generations, scores)
+    whole = [Trajectory((one,)) for one in generations]
+    scores = await together(*(scorer.score(draw, draw.sample_id(place), one) for place, one in enumerate(whole)))
+    return finished_group(draw, whole, scores)
 
 
 def score(scorer: Scorer, *generations: Generation, draw: Draw = DRAW) -> ScoredGroup:
@@ -39,7 +41,7 @@ def score(scorer: Scorer, *generations: Generation, draw: Draw = DRAW) -> Scored
 def test_each_sample_gets_its_reward_and_whether_it_is_exact() -> None:
     group = score(make_scorer(lambda text: 0.5 * len(text)), RIGHT, WRONG)
     assert group.draw is DRAW
-    assert group.generations == (RIGHT, WRONG)
+    assert group.trajectories == (Trajectory((RIGHT,)), Trajectory((WRONG,)))
     assert group.rewards == (2.5, 1.0)  # "11 12" without the closing token, and "11"
     assert group.exact == (True, False)
     assert list(group.metrics) == [{"length": 5}, {"length": 2}]
@@ -80,8 +82,8 @@ def test_samples_without_a_reward_leave_their_group_and_are_named() -> None:
     said: list[str] = []
     scorer = make_scorer(lambda text: None if text == "11" else 1.0, said.append)
     group = score(scorer, WRONG, RIGHT, RIGHT)
-    assert (group.generations, group.exact, group.num_dropped, group.is_dropped) == (
-        (RIGHT,) * 2,
+    assert (group.trajectories, group.exact, group.num_dropped, group.is_dropped) == (
+        (Trajectory((RIGHT,)),) * 2,
         (True,) * 2,
         1,
         False,

@@ -11,6 +11,7 @@ from verl_async.algorithms.names import ADVANTAGES, LOSSES
 from verl_async.data_config import DataConfig, NamedPath, SftDataConfig
 from verl_async.references import known_or_reference
 from verl_async.reward_config import LONGEST_S, RewardConfig
+from verl_async.workflow_names import WORKFLOWS
 from verl_engine.contract.bounded import Count, CountOrZero, NonNegative, Positive, Ranks, Threads
 from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.strict_model import StrictModel
@@ -24,6 +25,10 @@ class ModelConfig(StrictModel):
 
     path: NamedPath
     """Hugging Face model folder: config.json, safetensors weights and the tokenizer."""
+
+
+def _workflow_name(name: str) -> str:
+    return known_or_reference(name, WORKFLOWS)
 
 
 class RolloutConfig(StrictModel):
@@ -42,13 +47,18 @@ class RolloutConfig(StrictModel):
     n: int = Field(default=8, ge=2, le=2**16)
     """Samples drawn for each prompt: a GRPO group."""
     max_response_tokens: Count = 1024
-    """Longest answer."""
+    """Longest answer; of a conversation, all that comes behind the prompt."""
     temperature: float = Field(default=1.0, ge=_COLDEST, le=1e4)
     """Of sampling; the trainer's log-probabilities use it too."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling; 1 keeps every token."""
     top_k: CountOrZero = 0
     """Keep the k likeliest tokens; 0 keeps all."""
+    workflow: Annotated[str, AfterValidator(_workflow_name)] = "single_turn"
+    """How a prompt becomes what is trained on: ``single_turn``, one response; ``multi_turn``, a conversation with an
+    environment of yours, such as a tool; or ``module:attribute`` of a workflow of your own."""
+    workflow_config: dict[str, Any] = Field(default_factory=dict)
+    """Settings for the ``Config`` of the workflow, where that has one."""
     max_batch_prompts: Ranks = 64
     """Prompts that one worker has room for at a time (times ``n`` sequences)."""
     deterministic: bool = False

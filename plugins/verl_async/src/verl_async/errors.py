@@ -17,3 +17,7 @@ class RewardError(EngineError):
 
 class RolloutError(EngineError):
     """A rollout engine is closed, or has failed."""
+
+
+class WorkflowError(EngineError):
+    """A workflow raised, or did not return trajectories; the message gives the sample's id."""

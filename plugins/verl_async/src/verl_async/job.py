@@ -13,6 +13,7 @@ from verl_async.algorithms.algorithm import Algorithm
 from verl_async.algorithms.engine_check import check_engine
 from verl_async.config import AlgorithmConfig, ReadSftJob, ReadTrainJob, RolloutConfig, SftJob, TrainJob
 from verl_async.data.rows import shorten
+from verl_async.orchestrator.workflow import load_workflow
 from verl_async.rollout.kind import ROLLOUT
 from verl_engine.contract.config_file import literal, read_config, validate
 from verl_engine.contract.errors import ConfigError, EngineError, UnsupportedError
@@ -91,9 +92,9 @@ def _load(
 ) -> _Job:
     data = dict(read_config(recipe, overrides))
     faults: list[EngineError] = []
-    rollout_spec: RolloutSpec | None = None
     try:
         data["rollout"], rollout_spec = _rollout(data.get("rollout"))
+        faults += _workflow_faults(data, rollout_spec)
     except EngineError as error:
         faults.append(error)
         data["rollout"] = RolloutConfig()  # so that the other sections are looked at too
@@ -116,12 +117,6 @@ def _load(
                 _check_old_log_probs(read, engine.spec)
     except EngineError as error:
         faults.insert(0, error)
-    if rollout_spec is not None:
-        for feature in data["rollout"].required_features():
-            try:
-                rollout_spec.require(feature)
-            except EngineError as error:
-                faults.append(error)
     algorithm: dict[str, AlgorithmConfig] = {}
     try:
         algorithm = _algorithm(read, engine)
@@ -130,6 +125,25 @@ def _load(
     if read is None or engine is None or faults:
         raise _combined(faults)
     return _with_absolute_paths(validate(job_class, {**dict(read), **algorithm, "engine": engine.config}))
+
+
+def _workflow_faults(data: dict[str, Any], spec: RolloutSpec) -> list[EngineError]:
+    """Load the workflow, fill in its settings, and check that the rollout engine can do what both ask for."""
+    config: RolloutConfig = data["rollout"]
+    faults: list[EngineError] = []
+    features = config.required_features()
+    try:
+        loaded = load_workflow(config)
+        data["rollout"] = config.model_copy(update={"workflow_config": loaded.settings})
+        features += tuple(getattr(loaded.made, "features", ()))
+    except EngineError as error:
+        faults.append(error)
+    for feature in features:
+        try:
+            spec.require(feature)
+        except EngineError as error:
+            faults.append(error)
+    return faults
 
 
 def _algorithm(job: ReadTrainJob | ReadSftJob | None, engine: EngineSection | None) -> dict[str, AlgorithmConfig]:

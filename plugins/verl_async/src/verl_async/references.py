@@ -123,6 +123,8 @@ def make(found: object, settings: Mapping[str, Any], place: str, at: str) -> obj
         return found
     try:
         return found() if config is None else found(config)
+    except ConfigError:  # it says itself which setting is at fault
+        raise
     except Exception as error:
         raise ConfigError(f"{place}: cannot be made: {type(error).__name__}: {error}") from error
 

@@ -17,6 +17,7 @@ from verl_async.orchestrator.sampler import Sampler
 from verl_async.orchestrator.staleness import StalenessBudget, prompts_between_syncs
 from verl_async.orchestrator.supervised_training import SupervisedTraining
 from verl_async.orchestrator.weight_sync import WeightSync
+from verl_async.orchestrator.workflow import load_workflow
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from verl_async.orchestrator.samples import EncodedPrompt
     from verl_async.orchestrator.scoring import Scorer
     from verl_async.orchestrator.timeline import Timeline
+    from verl_async.orchestrator.workflow import Workflow
     from verl_engine.batch import sequence
 
 
@@ -72,7 +74,7 @@ def assemble_training(
         source=source,
         budget=budget,
         queue=queue,
-        sampler=Sampler(scorer, texts.sampling(job.rollout), job.data.seed),
+        sampler=Sampler(_workflow(job), scorer, texts.sampling(job.rollout), job.data.seed, texts.chat_settings),
         config=job.rollout,
         put_timeout_s=_longest_step_s(job, algorithm, len(held_out)),
     )
@@ -128,6 +130,11 @@ def _workers(job: TrainJob | SftJob, actors: Actors, watchers: Watchers) -> list
     return [RolloutWorker(client, watchers.timeline, job.rollout.timeout_s) for client in actors.rollouts]
 
 
+def _workflow(job: TrainJob | SftJob) -> Workflow:
+    workflow: Workflow = load_workflow(job.rollout).made
+    return workflow
+
+
 def _longest_step_s(job: TrainJob, algorithm: Algorithm, num_held_out: int) -> float:
     """Return how long the trainer may leave the queue alone: update, sync and evaluation, each at its limits."""
     is_recomputed = job.algorithm.old_log_probs == "recompute"
@@ -167,7 +174,9 @@ def _evaluation(
     return Evaluation(
         prompts=held_out,
         workers=workers,
-        sampler=Sampler(scorer, texts.sampling(job.rollout, job.evaluation.temperature), SEED),
+        sampler=Sampler(
+            _workflow(job), scorer, texts.sampling(job.rollout, job.evaluation.temperature), SEED, texts.chat_settings
+        ),
         timeline=watchers.timeline,
         listener=watchers.listener,
         config=job.evaluation,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from verl_async.orchestrator.idle_note import idle_note
 from verl_async.orchestrator.waiting import beside
 
 if TYPE_CHECKING:
@@ -52,6 +53,9 @@ class AsyncTraining:
         """
         async with self.scorer.pool:
             await beside(self._train(), self.dispatcher.run(), *(worker.serve() for worker in self.workers))
+        idle = self.timeline.idle_ratio("trainer"), self.timeline.idle_ratio("rollouter")
+        if note := idle_note(*idle, self.dispatcher.waited_s, self.job.async_training):
+            self.listener.on_note(note)
 
     async def _train(self) -> None:
         """Collect, update, sync, report; step after step."""
@@ -127,11 +131,11 @@ def group_figures(groups: Sequence[ScoredGroup], version: int) -> dict[str, floa
     """
     if not groups:
         return {}
-    generations = [generation for group in groups for generation in group.generations]
+    trajectories = [one for group in groups for one in group.trajectories]
     staleness = [version - group.oldest_version for group in groups]
     return {
-        "response_tokens": fmean(len(generation.token_ids) for generation in generations),
-        "truncated_ratio": fmean(generation.finish_reason == "length" for generation in generations),
+        "response_tokens": fmean(sum(one.in_loss) for one in trajectories),
+        "truncated_ratio": fmean(one.finish_reason == "length" for one in trajectories),
         "staleness_mean": fmean(staleness),
         "staleness_max": float(max(staleness)),
         "fully_async/partial/max_partial_span": float(

@@ -64,11 +64,11 @@ class SharePlan:
 
 
 def build_sequences(groups: list[ScoredGroup], columns: Iterable[str], old_log_probs: str) -> list[Sequence]:
-    """Make the training sequences of a mini-batch: prompt and response, the response in the loss.
+    """Make the training sequences of a mini-batch: prompt and response, what the model drew of it in the loss.
 
     Args:
         groups: those with too few samples to compare are left out.
-        columns: which per-token fields to add, of those that need no model; [L] float32, 0 outside of the response.
+        columns: which per-token fields to add, of those that need no model; [L] float32, 0 outside of the loss.
             Others are passed over.
         old_log_probs: as ``algorithm.old_log_probs``; for ``rollout`` the old log-probs are the rollout's.
     Returns:
@@ -81,7 +81,7 @@ def build_sequences(groups: list[ScoredGroup], columns: Iterable[str], old_log_p
         _build_sequence(group, index, names, old_log_probs)
         for group in groups
         if not group.is_dropped
-        for index in range(len(group.generations))
+        for index in range(len(group.trajectories))
     ]
 
 
@@ -110,7 +110,7 @@ def with_advantages(groups: list[ScoredGroup], sequences: list[Sequence], algori
     for group in groups:
         if group.is_dropped:
             continue
-        own = list(islice(rest, len(group.generations)))
+        own = list(islice(rest, len(group.trajectories)))
         advantages = _advantages(group, own, algorithm)
         if algorithm.config.drop_uniform_groups and not any(column.any() for column in advantages):
             continue
@@ -168,15 +168,15 @@ def _advantage_column(sequence: Sequence, found: Tensor, place: str) -> npt.NDAr
 
 
 def _build_sequence(group: ScoredGroup, index: int, names: tuple[str, ...], old_log_probs: str) -> Sequence:
-    prompt_ids, generation = group.draw.encoded.token_ids, group.generations[index]
-    in_response = np.arange(len(prompt_ids) + len(generation.token_ids)) >= len(prompt_ids)
+    prompt_ids, trajectory = group.draw.encoded.token_ids, group.trajectories[index]
+    in_loss = np.array([*[False] * len(prompt_ids), *trajectory.in_loss])
 
     def column(values: float | list[float]) -> npt.NDArray[np.float32]:
-        filled = np.zeros(len(in_response), np.float32)
-        filled[in_response] = values
+        filled = np.zeros(len(in_loss), np.float32)
+        filled[in_loss] = values
         return filled
 
-    rollout_log_probs = column(generation.log_probs)
+    rollout_log_probs = column(trajectory.log_probs)
     fields = {ROLLOUT_LOG_PROBS: rollout_log_probs}
     if old_log_probs == "rollout":
         fields[OLD_LOG_PROBS] = rollout_log_probs
@@ -185,7 +185,7 @@ def _build_sequence(group: ScoredGroup, index: int, names: tuple[str, ...], old_
     for name in names:
         if name.startswith(REWARD_METRIC):
             fields[name] = column(_reward_metric(group, index, name))
-    return Sequence(np.array([*prompt_ids, *generation.token_ids], np.int64), in_response, fields)
+    return Sequence(np.array([*prompt_ids, *trajectory.token_ids], np.int64), in_loss, fields)
 
 
 def _reward_metric(group: ScoredGroup, index: int, name: str) -> float:

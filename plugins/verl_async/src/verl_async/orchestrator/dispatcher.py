@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from verl_async.orchestrator.lanes import SealedBatch, StreamLane
 from verl_async.orchestrator.waiting import task_group
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Sequence
 
     from verl_async.config import RolloutConfig
     from verl_async.orchestrator.lanes import Lane
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
     from verl_async.orchestrator.sampler import Sampler
     from verl_async.orchestrator.samples import Draw
     from verl_async.orchestrator.staleness import StalenessBudget
+
+
+T = TypeVar("T")
+WAITS: Final = ("room", "queue", "staleness")
+"""What a prompt may wait for: a worker with room, room in the sample queue, the next weight sync."""
 
 
 @dataclass(slots=True)
@@ -35,6 +41,10 @@ class Dispatcher:
     config: RolloutConfig
     put_timeout_s: float
     """How long the queue may stay full."""
+    waited_s: dict[str, float] = field(
+        default_factory=lambda: {"room": 0.0, "queue": 0.0, "staleness": 0.0}, init=False
+    )
+    """How long the next prompt waited for what."""
     _room: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """A worker has room for a further sample."""
 
@@ -51,9 +61,9 @@ class Dispatcher:
     async def _start_prompts(self, tasks: asyncio.TaskGroup) -> None:
         """Start each prompt as soon as a worker and the queue have room and staleness allows it."""
         while True:
-            await self._wait_for_room()
-            await self.queue.wait_for_room()
-            numbers = await self.budget.acquire(1)
+            await self._timed("room", self._wait_for_room())
+            await self._timed("queue", self.queue.wait_for_room())
+            numbers = await self._timed("staleness", self.budget.acquire(1))
             if not numbers:
                 return
             # All samples of a group at one worker, which reads their prompt once.
@@ -64,13 +74,19 @@ class Dispatcher:
 
     async def _start_batches(self, tasks: asyncio.TaskGroup) -> None:
         """Divide what each weight sync grants into sealed batches, in the same way at each run."""
-        while numbers := await self.budget.acquire():
+        while numbers := await self._timed("staleness", self.budget.acquire()):
             size = min(self.config.max_batch_prompts, -(-len(numbers) // len(self.workers)))
             for index, start in enumerate(range(0, len(numbers), size)):
                 batch = SealedBatch(self.workers[index % len(self.workers)])
                 for number in numbers[start : start + size]:
                     lanes = [batch.lane() for _ in range(self.config.n)]
                     tasks.create_task(self._roll_out(self.source.draw(number), lanes))
+
+    async def _timed(self, reason: str, waiting: Awaitable[T]) -> T:
+        started = time.monotonic()
+        found = await waiting
+        self.waited_s[reason] += time.monotonic() - started
+        return found
 
     async def _wait_for_room(self) -> None:
         most = (self.config.max_batch_prompts - 1) * self.config.n

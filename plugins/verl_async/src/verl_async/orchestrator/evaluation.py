@@ -62,7 +62,7 @@ class Evaluation:
         answered = await together(*map(self._answer, self.workers, shares))
         groups = [group for share in answered for group in share]
         figures = self.sampler.scorer.figures(groups)
-        if lengths := [len(one.token_ids) for group in groups for one in group.generations]:
+        if lengths := [sum(one.in_loss) for group in groups for one in group.trajectories]:
             figures["response_tokens"] = fmean(lengths)
         return figures
 

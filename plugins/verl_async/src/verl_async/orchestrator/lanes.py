@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -57,7 +57,8 @@ class SealedBatch:
         """Generate together with the others."""
         assert self._open[lane] is None, "in deterministic mode a sample has one request at a time"
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        self._open[lane] = (request, future)
+        # What a worker has kept of a conversation depends on what ran before.
+        self._open[lane] = (replace(request, affinity_key=""), future)
         self._send_if_complete()
         generation = await future
         assert generation.finish_reason != "interrupted", "on-policy no weight sync comes in between"

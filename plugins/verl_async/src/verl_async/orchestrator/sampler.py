@@ -2,46 +2,118 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
+from verl_async.data.reply_tokens import reply_tokens
+from verl_async.data.tokenization import NO_SETTINGS, decode_response
+from verl_async.errors import WorkflowError
 from verl_async.orchestrator.scoring import finished_group
 from verl_async.orchestrator.waiting import together
+from verl_async.orchestrator.workflow import Trajectory
+from verl_async.rollout.interface import GenerationRequest
+from verl_engine.contract.errors import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from transformers import PreTrainedTokenizerBase
 
     from verl_async.data.reward_pool import Score
     from verl_async.orchestrator.lanes import Lane
     from verl_async.orchestrator.samples import Draw, ScoredGroup
     from verl_async.orchestrator.scoring import Scorer
+    from verl_async.orchestrator.workflow import Workflow
     from verl_async.rollout.interface import Generation, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Generates the samples of a prompt, and has each scored as soon as it is there."""
+    """Runs the workflow for each sample of a prompt, and has each trajectory scored as soon as it is there."""
 
+    workflow: Workflow
     scorer: Scorer
     sampling: SamplingParams
     seed: int
+    chat_settings: Mapping[str, Any] = field(default_factory=lambda: NO_SETTINGS)
+    """Arguments for the chat template."""
 
     async def group(self, draw: Draw, lanes: Sequence[Lane]) -> ScoredGroup:
-        """Return the group when its last sample is scored.
+        """Return the group when its last trajectory is scored.
 
         Args:
             draw: the prompt.
             lanes: one for each sample; closed when it is generated.
         Raises:
+            WorkflowError: the workflow raised, or returned no trajectories; names the sample.
             EngineError: a worker failed, or a sample could not be scored.
         """
         samples = await together(*(self._sample(draw, place, lane) for place, lane in enumerate(lanes)))
-        generations, scores = zip(*samples, strict=True)
-        return finished_group(draw, generations, scores)
+        trajectories, scores = zip(*chain.from_iterable(samples), strict=True)
+        return finished_group(draw, trajectories, scores)
 
-    async def _sample(self, draw: Draw, place: int, lane: Lane) -> tuple[Generation, Score]:
+    async def _sample(self, draw: Draw, place: int, lane: Lane) -> list[tuple[Trajectory, Score]]:
+        client = _Client(self, draw, place, lane)
         try:
-            generation = await lane.generate(draw.request(place, self.sampling, self.seed))
+            trajectories = await self._run(draw, client)
         finally:
             lane.close()
-        return generation, await self.scorer.score(draw, place, generation)
+        names = [client.sample_id + (f".{index}" if index else "") for index in range(len(trajectories))]
+        scores = await together(*(self.scorer.score(draw, *one) for one in zip(names, trajectories, strict=True)))
+        return list(zip(trajectories, scores, strict=True))
+
+    async def _run(self, draw: Draw, client: _Client) -> list[Trajectory]:
+        where = f"rollout.workflow: sample {client.sample_id} (prompt {draw.encoded.prompt.row})"
+        try:
+            found: object = await self.workflow.run(draw.encoded.prompt, draw.encoded.token_ids, client)
+        except EngineError:
+            raise
+        except Exception as error:
+            raise WorkflowError(f"{where} raised {type(error).__name__}: {error}") from error
+        trajectories = list(found) if isinstance(found, Sequence) else []
+        if not trajectories or not all(isinstance(one, Trajectory) and one.weight_versions for one in trajectories):
+            raise WorkflowError(
+                f"{where} returned {found!r:.200}; expected a list of Trajectory, each with a turn of the model"
+            )
+        return trajectories
+
+
+class _Client:
+    """A `WorkflowClient`."""
+
+    def __init__(self, sampler: Sampler, draw: Draw, place: int, lane: Lane) -> None:
+        self.sample_id = draw.sample_id(place)
+        self.sampling = sampler.sampling
+        self._sampler = sampler
+        self._draw = draw
+        self._place = place
+        self._lane = lane
+        self._num_calls = 0
+
+    @property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        return self._sampler.scorer.tokenizer
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        *,
+        max_new_tokens: int | None = None,
+        stop_strings: tuple[str, ...] = (),
+        goes_on: bool = False,
+    ) -> Generation:
+        seed = self._draw.seed(self._sampler.seed, self._place, self._num_calls)
+        self._num_calls += 1
+        sampling = replace(
+            self.sampling,
+            max_new_tokens=self.sampling.max_new_tokens if max_new_tokens is None else max_new_tokens,
+            stop_strings=stop_strings,
+        )
+        key = self.sample_id if goes_on else ""
+        return await self._lane.generate(GenerationRequest(tuple(token_ids), sampling, (seed,), affinity_key=key))
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        return decode_response(self._tokenizer, list(token_ids))
+
+    def reply_tokens(self, reply: str | list[dict[str, Any]], last: Generation) -> tuple[int, ...]:
+        return reply_tokens(self._tokenizer, reply, last.token_ids[-1], self._sampler.chat_settings)

@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from verl_async.rollout.interface import GenerationRequest
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from verl_async.data.prompts import Prompt
-    from verl_async.rollout.interface import Generation, SamplingParams
+    from verl_async.orchestrator.workflow import Trajectory
 
 
 _FEWEST: Final = 2
@@ -36,9 +34,9 @@ class Draw:
     """Counts the draws of the whole job from 0: the same row drawn again has another number."""
     encoded: EncodedPrompt
 
-    def request(self, place: int, sampling: SamplingParams, seed: int) -> GenerationRequest:
-        """Ask for one sample; its random stream follows from seed, draw and place in the group."""
-        return GenerationRequest(self.encoded.token_ids, sampling, (stream_seed(seed, self.number, place),))
+    def seed(self, job_seed: int, place: int, call: int = 0) -> int:
+        """Return the seed of a sample's random stream; with several calls of the model each has its own."""
+        return stream_seed(job_seed, self.number, place, *([call] if call else []))
 
     def sample_id(self, place: int) -> str:
         """Name a sample, in messages and logs."""
@@ -47,10 +45,10 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class ScoredGroup:
-    """All samples of one draw that could be scored."""
+    """All trajectories of one draw that could be scored."""
 
     draw: Draw
-    generations: tuple[Generation, ...]
+    trajectories: tuple[Trajectory, ...]
     rewards: tuple[float, ...]
     exact: tuple[bool, ...]
     metrics: tuple[Mapping[str, float], ...] = ()
@@ -63,22 +61,23 @@ class ScoredGroup:
     @property
     def is_dropped(self) -> bool:
         """Whether too few samples are left to compare: the group is counted, and not trained on."""
-        return self.num_dropped > 0 and len(self.generations) < _FEWEST
+        return self.num_dropped > 0 and len(self.trajectories) < _FEWEST
 
     @property
     def is_partial(self) -> bool:
         """Whether a response stopped for new weights, and went on with them."""
-        return any(one.weight_versions[0] != one.weight_versions[-1] for one in self.generations)
+        turns = (turn for one in self.trajectories for turn in one.generations)
+        return any(turn.weight_versions[0] != turn.weight_versions[-1] for turn in turns)
 
     @property
     def oldest_version(self) -> int:
         """Version of the weights that drew its first token."""
-        return min(min(generation.weight_versions) for generation in self.generations)
+        return min(min(one.weight_versions) for one in self.trajectories)
 
     @property
     def newest_version(self) -> int:
         """Version of the weights that drew its last token."""
-        return max(max(generation.weight_versions) for generation in self.generations)
+        return max(max(one.weight_versions) for one in self.trajectories)
 
 
 def stream_seed(*numbers: int) -> int:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from verl_async.data.reward_pool import Score
     from verl_async.orchestrator.samples import Draw
     from verl_async.orchestrator.timeline import Timeline
-    from verl_async.rollout.interface import Generation
+    from verl_async.orchestrator.workflow import Trajectory
 
 _MOST_SHOWN: Final = 20
 """Failed samples that are shown one by one; all are counted."""
@@ -57,19 +57,19 @@ class Scorer:
     _since_s: float = field(default=0.0, init=False)
     _num_errors: int = field(default=0, init=False)
 
-    async def score(self, draw: Draw, place: int, generation: Generation) -> Score:
-        """Score one sample, as soon as it is generated.
+    async def score(self, draw: Draw, sample_id: str, trajectory: Trajectory) -> Score:
+        """Score one trajectory, as soon as it is there.
 
         Args:
             draw: the prompt.
-            place: of the sample in its group.
-            generation: its tokens.
+            sample_id: names the trajectory.
+            trajectory: its text is scored whole, with what others wrote between the model's turns.
         Raises:
             RewardError: a reward function failed and ``reward.on_error`` is ``stop``; names the sample.
         """
-        text = decode_response(self.tokenizer, generation.token_ids)
+        text = decode_response(self.tokenizer, trajectory.token_ids)
         with self._noted():
-            score = await self.pool.score(Sample(draw.encoded.prompt, text, draw.sample_id(place)))
+            score = await self.pool.score(Sample(draw.encoded.prompt, text, sample_id))
         for error in score.errors:
             self._num_errors += 1
             cost = "the sample leaves its group" if score.reward is None else "this score counts as 0"
@@ -119,12 +119,12 @@ class Scorer:
         return figures
 
 
-def finished_group(draw: Draw, generations: Sequence[Generation], scores: Sequence[Score]) -> ScoredGroup:
+def finished_group(draw: Draw, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> ScoredGroup:
     """Put a group together when its last sample is scored; samples without a reward leave it."""
     kept = [place for place, score in enumerate(scores) if score.reward is not None]
     return ScoredGroup(
         draw=draw,
-        generations=tuple(generations[place] for place in kept),
+        trajectories=tuple(trajectories[place] for place in kept),
         rewards=tuple(reward for score in scores if (reward := score.reward) is not None),
         exact=tuple(scores[place].is_exact for place in kept),
         metrics=tuple(scores[place].metrics for place in kept),

@@ -1,0 +1,221 @@
+"""What becomes of a prompt: single turns, conversations with an environment, and workflows of a user's own."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from plugins.verl_async.tests.fakes import encoded_prompts, make_scorer
+from verl_async.config import RolloutConfig
+from verl_async.errors import WorkflowError
+from verl_async.orchestrator.batches import build_sequences
+from verl_async.orchestrator.sampler import Sampler
+from verl_async.orchestrator.samples import Draw
+from verl_async.orchestrator.workflow import SingleTurn, Trajectory, load_workflow
+from verl_async.rollout.interface import Generation, SamplingParams
+from verl_engine.contract.errors import ConfigError, StuckError
+from verl_engine.contract.strict_model import StrictModel
+
+if TYPE_CHECKING:
+    from verl_async.data.prompts import Prompt
+    from verl_async.orchestrator.samples import ScoredGroup
+    from verl_async.orchestrator.workflow import Workflow, WorkflowClient
+    from verl_async.rollout.interface import GenerationRequest
+
+_HERE = "plugins.verl_async.tests.test_workflows"
+
+
+class CountingLane:
+    """Answers a context with the tokens counted up from its last one."""
+
+    def __init__(self, num_tokens: int = 2) -> None:
+        self.num_tokens = num_tokens
+        self.requests: list[GenerationRequest] = []
+        self.num_closed = 0
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        self.requests.append(request)
+        number = min(self.num_tokens, request.sampling.max_new_tokens)
+        tokens = [request.prompt_ids[-1] + 1 + place for place in range(number)]
+        reason = "stop" if number == self.num_tokens else "length"
+        return Generation(tokens, [-1.0 * token for token in tokens], [len(self.requests)] * number, reason)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+class Echo:
+    """Replies with twice the last number, until that is above a bound."""
+
+    class Config(StrictModel):
+        bound: int = 1000
+        delay_s: float = 0.0
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def reset(self, prompt: Prompt) -> None:
+        self.row = prompt.index
+
+    async def step(self, response: str) -> str | None:
+        await asyncio.sleep(self.config.delay_s)
+        last = int(response.rsplit(maxsplit=1)[-1])
+        return None if last > self.config.bound else str(2 * last)
+
+
+class TwoTries:
+    async def run(self, _: Prompt, token_ids: tuple[int, ...], client: WorkflowClient) -> list[Trajectory]:
+        return [Trajectory((await client.generate(token_ids),)) for _ in range(2)]
+
+
+class Broken:
+    class Config(StrictModel):
+        what: str
+
+    def __init__(self, config: Config) -> None:
+        self.what = config.what
+
+    async def run(self, *_: object) -> Any:
+        if self.what == "raise":
+            raise KeyError("no such tool")
+        return {"none": [], "text": "answer", "empty": [Trajectory((Generation(),))]}[self.what]
+
+
+def multi_turn(**settings: Any) -> Workflow:
+    config = {"environment": f"{_HERE}:Echo", **settings}
+    made: Workflow = load_workflow(RolloutConfig(workflow="multi_turn", workflow_config=config)).made
+    return made
+
+
+def run(workflow: Workflow, lane: CountingLane, max_new_tokens: int = 100, num_samples: int = 1) -> ScoredGroup:
+    sampler = Sampler(workflow, make_scorer(len), SamplingParams(max_new_tokens, stop_token_ids=(7,)), 3)
+    return asyncio.run(sampler.group(Draw(5, encoded_prompts(1)[0]), [lane] * num_samples))
+
+
+@pytest.fixture(autouse=True)
+def tokens_of_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reply of a text of numbers is those tokens."""
+    monkeypatch.setattr(
+        "verl_async.orchestrator.sampler.reply_tokens",
+        lambda _, reply, last_token, settings: tuple(int(word) for word in reply.split()),  # noqa: ARG005
+    )
+
+
+def test_a_single_turn_is_one_response() -> None:
+    lane = CountingLane()
+    group = run(SingleTurn(), lane, num_samples=3)
+    assert [one.token_ids for one in group.trajectories] == [[11, 12]] * 3
+    assert (lane.num_closed, len({request.seeds for request in lane.requests})) == (3, 3)
+    assert {request.affinity_key for request in lane.requests} == {""}
+
+
+def test_a_conversation_worked_by_hand() -> None:
+    """Prompt 10 10; the model counts: 11 12; reply 24; then 25 26; reply 52; then 53 54, above the bound."""
+    lane = CountingLane()
+    group = run(multi_turn(environment_config={"bound": 50}, stop_strings=("?",)), lane)
+    [found] = group.trajectories
+    assert found.token_ids == [11, 12, 24, 25, 26, 52, 53, 54]
+    assert found.in_loss == [True, True, False, True, True, False, True, True]
+    assert found.log_probs == [-11.0, -12.0, -25.0, -26.0, -53.0, -54.0]
+    assert found.weight_versions == [1, 1, 2, 2, 3, 3]
+    assert [request.prompt_ids for request in lane.requests[:2]] == [(10, 10), (10, 10, 11, 12, 24)]
+    assert [request.sampling.max_new_tokens for request in lane.requests] == [100, 97, 94]
+    assert {request.sampling.stop_strings for request in lane.requests} == {("?",)}
+    assert {request.sampling.stop_token_ids for request in lane.requests} == {(7,)}
+    assert {request.affinity_key for request in lane.requests} == {"5-0"}
+    assert len({request.seeds for request in lane.requests}) == 3
+    assert group.rewards == (float(len("11 12 24 25 26 52 53 54")),), "the whole text is scored"
+    assert not group.is_partial, "new weights between two turns interrupt no response"
+
+
+def test_only_what_the_model_drew_is_in_the_loss() -> None:
+    group = run(multi_turn(environment_config={"bound": 20}), CountingLane())
+    [sequence] = build_sequences([group], (), "rollout")
+    assert sequence.token_ids.tolist() == [10, 10, 11, 12, 24, 25, 26]
+    assert sequence.loss_mask.tolist() == [False, False, True, True, False, True, True]
+    expected = np.array([0, 0, -11, -12, 0, -25, -26], np.float32)
+    assert all((sequence.fields[name] == expected).all() for name in ("rollout_log_probs", "old_log_probs"))
+
+
+@pytest.mark.parametrize(
+    ("max_new_tokens", "settings", "tokens"),
+    [
+        (100, {"max_turns": 1}, [11, 12]),
+        (100, {"max_turns": 2}, [11, 12, 24, 25, 26]),
+        (5, {}, [11, 12, 24, 25, 26]),  # nothing is left for the reply
+        (4, {}, [11, 12, 24, 25]),
+        (3, {}, [11, 12]),  # the reply would be the last token
+        (1, {}, [11]),
+    ],
+)
+def test_a_conversation_ends_where_its_limits_are(
+    max_new_tokens: int, settings: dict[str, Any], tokens: list[int]
+) -> None:
+    [found] = run(multi_turn(**settings), CountingLane(), max_new_tokens).trajectories
+    assert found.token_ids == tokens
+    assert len(found.token_ids) <= max_new_tokens
+
+
+def test_an_environment_that_hangs_is_named_with_the_sample() -> None:
+    workflow = multi_turn(environment_config={"delay_s": 60.0}, step_timeout_s=0.05)
+    lane = CountingLane()
+    with pytest.raises(StuckError, match=r"test_workflows:Echo: step did not reply in sample 5-0 within 0\.05 s"):
+        run(workflow, lane)
+    assert lane.num_closed == 1
+
+
+def test_a_sample_may_become_several_trajectories() -> None:
+    group = run(load_workflow(RolloutConfig(workflow=f"{_HERE}:TwoTries")).made, CountingLane(), num_samples=2)
+    assert len(group.trajectories) == len(group.rewards) == 4
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("raise", r"sample 5-0 \(prompt row 0\) raised KeyError: 'no such tool'"),
+        ("none", r"returned \[\]; expected a list of Trajectory"),
+        ("text", r"returned 'answer'; expected"),
+        ("empty", r"expected a list of Trajectory, each with a turn of the model"),
+    ],
+)
+def test_a_broken_workflow_is_named_with_the_sample(what: str, message: str) -> None:
+    lane = CountingLane()
+    config = RolloutConfig(workflow=f"{_HERE}:Broken", workflow_config={"what": what})
+    with pytest.raises(WorkflowError, match=message):
+        run(load_workflow(config).made, lane)
+    assert lane.num_closed == 1
+
+
+class Blocking:
+    def reset(self, prompt: Prompt) -> None:
+        """Nothing."""
+
+    def step(self, response: str) -> str:
+        return response
+
+
+@pytest.mark.parametrize(
+    ("workflow", "settings", "message"),
+    [
+        ("multi_turns", {}, "must be single_turn, multi_turn, or module:attribute"),
+        ("multi_turn", {}, "rollout.workflow_config.environment is missing"),
+        ("multi_turn", {"environment": "a b"}, "environment=a b: must be module:attribute"),
+        ("multi_turn", {"environment": "no_such_module:Env"}, "module no_such_module cannot be imported"),
+        ("multi_turn", {"environment": f"{_HERE}:Blocking"}, r"with the methods reset\(prompt\) and async step"),
+        (
+            "multi_turn",
+            {"environment": f"{_HERE}:Echo", "environment_config": {"bond": 1}},
+            "^rollout.workflow_config.environment_config.bond is not a known key",
+        ),
+        ("single_turn", {"max_turns": 3}, "takes no settings"),
+        (f"{_HERE}:Echo", {}, r"expected a class with the method async run\(prompt, token_ids, client\)"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(
+    workflow: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((ConfigError, ValueError), match=message):
+        load_workflow(RolloutConfig(workflow=workflow, workflow_config=settings))

@@ -52,7 +52,7 @@ ENVIRONMENT = {
 # Tests that start ranks run in one worker, all others in the other; see conftest.py.
 TWO_WORKERS = ("-n", "2", "--no-loadscope-reorder", "--durations=25")
 # What the nightly has besides tests.
-NIGHTLY_SESSIONS = ("other_pythons-3.12", "other_pythons-3.13", "oldest", "newest_megatron", "zoo", "fuzz")
+NIGHTLY_SESSIONS = ("other_pythons-3.12", "other_pythons-3.13", "oldest", "newest_megatron", "outside", "zoo", "fuzz")
 
 nox.needs_version = ">=2024.10.9"
 nox.options.default_venv_backend = "venv"
@@ -251,6 +251,20 @@ def newest_megatron(session: nox.Session) -> None:
     session.run("python", "-m", "pip", "show", "megatron-core")
     arguments = session.posargs or ["plugins/verl_megatron_mindspeed/tests"]
     session.run("python", "-m", "pytest", *arguments, env=ENVIRONMENT)
+
+
+@nox.session(reuse_venv=False)
+def outside(session: nox.Session) -> None:
+    """Run the kit of examples/torchtitan_engine over wheels in a fresh environment. Arguments go to the kit."""
+    folder = Path(session.create_tmp())
+    session.install("-c", CONSTRAINTS, *BUILD_TOOLS)
+    wheels = ("python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder))
+    session.run(*wheels, "./core", "./examples/torchtitan_engine")
+    [core], [engine] = (sorted(folder.glob(f"{name}-*.whl")) for name in ("verl_engine_core", "titan_engine"))
+    # Of what torchtitan asks for, its models import these two; the rest is for its trainer.
+    session.install("-c", CONSTRAINTS, TORCH, f"{core}[testing]", "tyro", "spmd_types==0.2.3")
+    session.install("--no-deps", "torchtitan==0.3.0", str(engine))
+    session.run("verl-engine", "check", "titan_engine", "--json", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session

@@ -21,7 +21,20 @@ if TYPE_CHECKING:
 
 PAGE: Final = Path(__file__).parent / "reference" / "engine.md"
 CLASSES: Final = ("Engine", "ModuleEngine", "DataParallel", "PackedBatch", "TokenOutput", "OptimizerStep", "Sequence")
-PARTS: Final = ("Device", "FullyShardedPasses", "EngineWeights", "RenamedWeights", "ModelFiles")
+PARTS: Final = (
+    "Device",
+    "SegmentRun",
+    "FullyShardedPasses",
+    "GradientSlot",
+    "LossScaler",
+    "WeightSpec",
+    "WeightShard",
+    "EngineWeights",
+    "Exported",
+    "LowRank",
+    "RenamedWeights",
+    "ModelFiles",
+)
 FUNCTIONS: Final = ("output_from_logits", "adamw", "parameter_groups", "write_model_folder")
 SECTIONS: Final = ("Args", "Returns", "Yields", "Raises")
 INTRODUCTION: Final = """\
@@ -36,8 +49,8 @@ that of a sequence.
 PARTS_INTRODUCTION: Final = """
 # Parts of engines
 
-What an engine may be put together from: its device, the passes of a model under `fully_shard`, weights under other
-names, AdamW, and a model folder.
+What an engine may be put together from: its device, the passes of a model under `fully_shard`, a loss scale, weights
+under other names, AdamW, and a model folder.
 """
 
 

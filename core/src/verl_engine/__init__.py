@@ -7,7 +7,7 @@ from __future__ import annotations
 
 TYPE_CHECKING = False  # type checkers take it as True, like typing's, whose import would take most of the time here
 if TYPE_CHECKING:
-    from verl_engine.batch.packed import PackedBatch
+    from verl_engine.batch.packed import PackedBatch, SegmentRun
     from verl_engine.batch.sequence import Sequence
     from verl_engine.contract.backend import BackendSpec, Capabilities, DeclaredPatch, NeededModule
     from verl_engine.contract.config_file import read_config, validate
@@ -48,8 +48,11 @@ if TYPE_CHECKING:
     from verl_engine.engine.checkpoints.store import CheckpointInfo, CheckpointStore
     from verl_engine.engine.device import Device
     from verl_engine.engine.fully_sharded import FullyShardedPasses
+    from verl_engine.engine.linear_log_probs import Entropy
+    from verl_engine.engine.loss_scaler import LossScaler
     from verl_engine.engine.metrics import Metric
     from verl_engine.engine.module_engine import ModuleEngine
+    from verl_engine.engine.offload import GradientSlot
     from verl_engine.engine.optimizer import adamw, parameter_groups
     from verl_engine.engine.output_from_logits import output_from_logits
     from verl_engine.engine.snapshots.shared import SnapshotHandle, SnapshotReader
@@ -58,6 +61,7 @@ if TYPE_CHECKING:
     from verl_engine.engine.weights.engine_weights import EngineWeights
     from verl_engine.engine.weights.model_files import ModelFiles
     from verl_engine.engine.weights.model_folder import write_model_folder
+    from verl_engine.engine.weights.module_weights import Exported, LowRank
     from verl_engine.engine.weights.renamed import RenamedWeights
     from verl_engine.engine.worker import EngineWorker
     from verl_engine.host.backend_host import BackendHost
@@ -69,7 +73,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "batch.packed": ["PackedBatch"],
+    "batch.packed": ["PackedBatch", "SegmentRun"],
     "batch.sequence": ["Sequence"],
     "contract.backend": ["BackendSpec", "Capabilities", "NeededModule", "DeclaredPatch"],
     "contract.config_file": ["read_config", "validate"],
@@ -102,8 +106,11 @@ _HOMES = {
     "engine.checkpoints.store": ["CheckpointInfo", "CheckpointStore"],
     "engine.device": ["Device"],
     "engine.fully_sharded": ["FullyShardedPasses"],
+    "engine.linear_log_probs": ["Entropy"],
+    "engine.loss_scaler": ["LossScaler"],
     "engine.metrics": ["Metric"],
     "engine.module_engine": ["ModuleEngine"],
+    "engine.offload": ["GradientSlot"],
     "engine.optimizer": ["adamw", "parameter_groups"],
     "engine.output_from_logits": ["output_from_logits"],
     "engine.snapshots.shared": ["SnapshotHandle", "SnapshotReader"],
@@ -112,6 +119,7 @@ _HOMES = {
     "engine.weights.engine_weights": ["EngineWeights"],
     "engine.weights.model_files": ["ModelFiles"],
     "engine.weights.model_folder": ["write_model_folder"],
+    "engine.weights.module_weights": ["Exported", "LowRank"],
     "engine.weights.renamed": ["RenamedWeights"],
     "engine.worker": ["EngineWorker"],
     "host.backend_host": ["BackendHost"],
@@ -140,12 +148,17 @@ __all__ = [
     "EngineError",
     "EngineWeights",
     "EngineWorker",
+    "Entropy",
+    "Exported",
     "FullyShardedPasses",
+    "GradientSlot",
     "HookError",
     "ImportOrderError",
     "KindSpec",
     "LoraConfig",
     "LossFn",
+    "LossScaler",
+    "LowRank",
     "Metric",
     "MicroBatchPass",
     "ModelError",
@@ -160,6 +173,7 @@ __all__ = [
     "PluginImportError",
     "PreparationConflictError",
     "RenamedWeights",
+    "SegmentRun",
     "Sequence",
     "SnapshotHandle",
     "SnapshotReader",

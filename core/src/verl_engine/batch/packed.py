@@ -66,8 +66,8 @@ class PackedBatch:
     ) -> PackedBatch:
         """Pack sequences, sorted by length so that those of equal length are neighbours.
 
-        An empty list gives one token outside the loss: such a micro-batch adds nothing to the gradient, but still takes
-        part in every collective.
+        An empty list gives one sequence of one token outside the loss: such a micro-batch adds nothing to the gradient,
+        but still takes part in every collective.
 
         Raises:
             BatchError: `top_k` is below 0, or the sequences do not all have the same fields, of the same shapes and

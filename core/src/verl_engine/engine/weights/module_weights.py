@@ -35,6 +35,7 @@ class Exported:
     tensor: torch.Tensor
     """A parameter or buffer of the module."""
     low_rank: LowRank | None = None
+    """What an adapter adds to it."""
 
 
 def exported_tensors(model: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> dict[str, Exported]:

@@ -159,6 +159,7 @@ class ReferenceRun:
     weight_decay: float
     max_grad_norm: float
     decay_vectors: bool = False
+    eps: float = 1e-8
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
 
@@ -176,6 +177,7 @@ class ReferenceRun:
             ],
             lr=self.learning_rate,
             betas=(0.9, 0.95),
+            eps=self.eps,
         )
         for sequences, factor in zip(batches, factors, strict=True):
             self.losses.append(accumulate(model, sequences)[0])

@@ -15,7 +15,7 @@ from verl_engine.engine.weights.shards import assemble_weights
 from verl_engine.testing.conformance.driver import Driver, same
 from verl_engine.testing.conformance.reference import make_sequences, relative_error
 from verl_engine.testing.tiny_models import write_tiny_model
-from verl_fsdp.fsdp1.weight_table import clean_name
+from verl_fsdp.fsdp1.weights import clean_name
 
 if TYPE_CHECKING:
     from pathlib import Path

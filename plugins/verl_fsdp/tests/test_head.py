@@ -18,7 +18,7 @@ from verl_engine.testing.conformance.log_probs import sequence_entropy
 from verl_engine.testing.conformance.reference import load_reference, make_sequences, masked_log_probs
 from verl_engine.testing.tiny_models import tiny_config, write_tiny_model
 from verl_fsdp.config import Fsdp2Config
-from verl_fsdp.forward.head import LanguageHead
+from verl_fsdp.forward.head import Head
 from verl_fsdp.forward.model_run import ModelRun
 from verl_fsdp.forward.output_layer import ending_of, forward_of
 
@@ -135,7 +135,7 @@ def test_a_layer_computes_its_own_again_after_an_exception() -> None:
 def test_a_model_that_begins_to_change_its_logits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Changing, "change", staticmethod(lambda logits: logits))
     model = Changing(CONFIGS["qwen3"])  # type: ignore[no-untyped-call]
-    head = LanguageHead(model, Fsdp2Config(learning_rate=1e-3))
+    head = Head(model, Fsdp2Config(learning_rate=1e-3))
     ids = torch.tensor([[1, 2, 3]])
     run = ModelRun({"input_ids": ids}, torch.zeros(2, dtype=torch.int64), torch.tensor([0, 1]), torch.tensor([1, 2]))
     assert head.numbers(model, run, ids[0, 1:, None], 1.0, 0).shape == (2, 1)

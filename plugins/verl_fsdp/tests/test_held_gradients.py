@@ -38,7 +38,7 @@ def choose(
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:
-        return choose_sync(config, num_trained, 2, device, must_reduce=must_reduce), messages
+        return choose_sync(config, num_trained, -(-num_trained // 2), device, must_reduce=must_reduce), messages
     finally:
         log.removeHandler(handler)
 

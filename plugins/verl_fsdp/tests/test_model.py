@@ -12,9 +12,9 @@ import transformers
 from verl_engine.contract.errors import ConfigError, ModelError
 from verl_engine.testing.tiny_models import tiny_config, write_absolute_position_model
 from verl_fsdp.config import Fsdp2Config
+from verl_fsdp.model.block_settings import enable_recompute
 from verl_fsdp.model.blocks import blocks, outermost
 from verl_fsdp.model.loading import load_model
-from verl_fsdp.model.recompute import enable_recompute
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -20,7 +20,7 @@ from verl_engine.testing.conformance.reference import (
 )
 from verl_engine.testing.tiny_models import tiny_config
 from verl_fsdp.config import Fsdp2Config
-from verl_fsdp.model import compiled
+from verl_fsdp.model import block_settings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -154,17 +154,17 @@ def test_compiled_blocks_fit_every_micro_batch_and_give_the_gradient_of_one_proc
 
 def test_a_backend_that_torch_compile_does_not_have_is_refused_and_forgotten() -> None:
     with pytest.raises(ConfigError, match=r"^engine\.compile_backend=indctor is none .* use one of .*inductor"):
-        compiled.compile_block(torch.nn.Linear(2, 2), Fsdp2Config(compile=True, compile_backend="indctor"))
-    assert "indctor" not in compiled._backends_used
+        block_settings.compile_block(torch.nn.Linear(2, 2), Fsdp2Config(compile=True, compile_backend="indctor"))
+    assert "indctor" not in block_settings._backends_used
 
 
 def test_two_backends_of_torch_compile_in_a_process_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "_backends_used", {"eager"})
+    monkeypatch.setattr(block_settings, "_backends_used", {"eager"})
     with pytest.raises(
         UnsupportedError, match=r"^engine\.compile_backend=inductor: .* with eager, .* use one for both$"
     ):
-        compiled.compile_block(torch.nn.Linear(2, 2), Fsdp2Config(compile=True))
-    compiled.compile_block(torch.nn.Linear(2, 2), Fsdp2Config(compile=True, compile_backend="eager"))
+        block_settings.compile_block(torch.nn.Linear(2, 2), Fsdp2Config(compile=True))
+    block_settings.compile_block(torch.nn.Linear(2, 2), Fsdp2Config(compile=True, compile_backend="eager"))
 
 
 HYBRID: Final[dict[str, dict[str, Any]]] = {

@@ -40,10 +40,10 @@ def build(kind: str, **rope: Any) -> transformers.PreTrainedModel:
 
 def test_own_positions_are_refused_where_a_model_takes_none() -> None:
     sizes: dict[str, Any] = {"vocab_size": 32, "hidden_size": 32, "n_layer": 1, "n_head": 4}
-    bloom = PositionUse.of(transformers.BloomForCausalLM(transformers.BloomConfig(**sizes)))
+    bloom = PositionUse(transformers.BloomForCausalLM(transformers.BloomConfig(**sizes)))
     with pytest.raises(ModelError, match="sequences have positions of their own, and BloomForCausalLM takes none"):
         bloom.check(torch.zeros(3, dtype=torch.int64))
-    PositionUse.of(build("dynamic")).check(torch.zeros(3, dtype=torch.int64))
+    PositionUse(build("dynamic")).check(torch.zeros(3, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])

@@ -148,7 +148,7 @@ def without_world_size(rank: int, folder: Path) -> tuple[float, float, bool]:
         norms.append(driver.train(make_sequences(4)).optimizer.grad_norm)
         engine = cast("ShardedEngine", driver.engine)
         values = library_config(cast("FsdpTurboConfig", engine.config), 2, "cpu")
-        told = Library.load().build_config(values)
+        told = Library().build_config(values)
     parts = (told, told.distributed, told.distributed.fsdp_plan, told.memory)
     return norms[0], norms[1], all(map(dataclasses.is_dataclass, parts))
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from verl_engine.contract.errors import PluginError
-from verl_fsdp_turbo.install_steps import INSTALL
-from verl_fsdp_turbo.library import require_library
+from verl_fsdp_turbo.library import INSTALL, require_library
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,7 +20,7 @@ BUILD = """
 from verl_engine.contract.errors import EngineError
 from verl_fsdp_turbo.library import Library
 try:
-    library = Library.load()
+    library = Library()
     print(library.capabilities)
     library.build_config({"distributed": {"ulysses_parallel_size": 2, "cp_plan": {"ulysses_function_patches": []}}})
 except EngineError as error:

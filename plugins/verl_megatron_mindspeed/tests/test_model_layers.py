@@ -157,7 +157,7 @@ def test_norms_say_that_each_rank_has_a_part_of_the_tokens(ranks: RankPool) -> N
 
 
 def _marks(_rank: int) -> list[bool]:
-    from verl_megatron_mindspeed.model.local_norm import RMSNorm
+    from verl_megatron_mindspeed.model.layers import RMSNorm
 
     configs = [SimpleNamespace(params_dtype=torch.float32, sequence_parallel=mark) for mark in (False, True)]
     weights: list[Any] = [RMSNorm(config, 4, 1e-6).weight for config in configs]

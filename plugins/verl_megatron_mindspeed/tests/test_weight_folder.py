@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from verl_engine.contract.errors import ModelError
 from verl_engine.engine.base import WeightSpec
 from verl_engine.testing.tiny_models import tiny_config
-from verl_megatron_mindspeed.weights.fit import missing_weights, report
-from verl_megatron_mindspeed.weights.folder import WeightFolder
+from verl_megatron_mindspeed.weights.folder import WeightFolder, missing_weights, report
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -141,8 +141,12 @@ class ModuleEngine(Engine):
         """Switch between train and eval mode."""
         set_train_mode(self.weights.module, training=training, dropout=self.config.dropout == "model")
 
+    def _settle(self) -> None:
+        """Free what a forward left gathered, or it would be used for the weights that are read, set or moved now."""
+
     def local_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what a snapshot holds; see the base class."""
+        self._settle()
         changing = (
             (name, parameter)
             for name, parameter in self.parameters.items()
@@ -174,6 +178,7 @@ class ModuleEngine(Engine):
         Raises:
             UnsupportedError: there are adapters: what comes is merged, and cannot be taken apart.
         """
+        self._settle()
         try:
             self.weights.load_full(self.exported(), weights)
         finally:
@@ -188,6 +193,7 @@ class ModuleEngine(Engine):
 
     def load_weight_shards(self, shards: Iterable[WeightShard]) -> None:
         """Take this rank's shards; see the base class, and `load_full_weights`."""
+        self._settle()
         try:
             self.weights.load_shards(self.exported(), shards)
         finally:
@@ -204,6 +210,7 @@ class ModuleEngine(Engine):
         What is there already is left alone. Until a part is back, what needs it raises UnsupportedError. Collectives:
         none.
         """
+        self._settle()
         if self._offload is None:
             self._offload = Offload(self.weights, self._optimizer, self.device)
         asked = zip(PARTS, (parameters, gradients, optimizer), strict=True)
@@ -215,11 +222,13 @@ class ModuleEngine(Engine):
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that training goes on from; see the base class."""
+        self._settle()
         others = {name: other.state_dict() for name, other in self._stateful()}
         return self.weights.state(self._optimizer) | others
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take such a state; see the base class."""
+        self._settle()
         self.weights.load_state(self._optimizer, state)
         for name, other in self._stateful():
             if name in state:

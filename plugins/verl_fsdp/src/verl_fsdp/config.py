@@ -120,11 +120,7 @@ class ShardedConfig(EngineConfig):
 
 
 def require_divisor(field: str, size: int, num_ranks: int) -> None:
-    """Check that groups of ranks come out even.
-
-    Raises:
-        ConfigError: they do not.
-    """
+    """Raise ConfigError where groups of ranks do not come out even."""
     if num_ranks % size:
         allowed = divisors(num_ranks)
         raise ConfigError(f"engine.{field}={size} does not divide the {num_ranks} ranks; use one of {allowed}")

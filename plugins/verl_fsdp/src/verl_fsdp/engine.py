@@ -4,7 +4,7 @@
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from verl_engine.batch.packed import PackedBatch
 from verl_engine.contract.errors import UnsupportedError
-from verl_engine.engine.base import DataParallel, WeightShard, WeightSpec
+from verl_engine.engine.base import DataParallel, WeightSpec
 from verl_engine.engine.device import Device
 from verl_engine.engine.loss_scaler import LossScaler
 from verl_engine.engine.module_engine import ModuleEngine
@@ -34,12 +34,7 @@ class Passes(Protocol):
     """What whoever shards a model keeps between a forward and the optimizer's step."""
 
     def gradient_sync(self, *, reduce: bool, is_last: bool) -> AbstractContextManager[None]:
-        """Reduce gradients in the backward inside, or keep each rank's own unreduced in float32.
-
-        Args:
-            reduce: whether to.
-            is_last: whether this is the last micro-batch.
-        """
+        """Reduce gradients in the backward inside, or keep each rank's own; see `FullyShardedPasses`."""
 
     def reshard(self) -> None:
         """Free whatever is gathered. Harmless at any time between a forward and the next."""
@@ -70,18 +65,7 @@ class ShardedEngine(ModuleEngine):
         sync: SyncChoice,
         clip: Callable[[float], torch.Tensor],
     ) -> None:
-        """Put the parts together, and build the optimizer. No collectives.
-
-        Args:
-            config: the ``engine`` section.
-            device: of this rank.
-            data_parallel: this rank's index among those with other data.
-            model_forward: of the model.
-            weights: of the model that was sharded.
-            passes: of the same.
-            sync: when gradients are reduced, and why.
-            clip: clips to ``max_grad_norm`` by the norm over all ranks, given the scale that the gradients have.
-        """
+        """Put the parts together, and build the optimizer; `clip` is given the gradients' scale. No collectives."""
         optimizer = None
         if not config.forward_only:
             num_dims = {name: entry.tensor.ndim for name, entry in weights.exported().items()}
@@ -110,7 +94,7 @@ class ShardedEngine(ModuleEngine):
 
     def gradient_sync(self, is_last_micro_batch: bool) -> AbstractContextManager[None]:
         """Defer the reduction to the last micro-batch, unless that was not the choice."""
-        reduce = is_last_micro_batch or self.sync.every_micro_batch
+        reduce = is_last_micro_batch or self.sync.mode == "every_micro_batch"
         return self.passes.gradient_sync(reduce=reduce, is_last=is_last_micro_batch)
 
     def clip_gradients(self) -> torch.Tensor:
@@ -134,7 +118,6 @@ class ShardedEngine(ModuleEngine):
     def move(self, *, to_cpu: bool, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> None:
         """Move parts to the CPU or back; see the base class. No effect where they stay on the CPU."""
         if not self.config.stays_on_cpu:
-            self.passes.reshard()
             super().move(to_cpu=to_cpu, parameters=parameters, gradients=gradients, optimizer=optimizer)
 
     def exported(self) -> dict[str, Exported]:
@@ -143,11 +126,7 @@ class ShardedEngine(ModuleEngine):
         return low_rank_exports(exported, self.config.lora) if self.config.lora is not None else exported
 
     def exported_adapter(self) -> dict[str, Exported]:
-        """Say what is trained, the adapter and maybe a value head, under peft's names.
-
-        Raises:
-            UnsupportedError: the engine has no adapter.
-        """
+        """Say what is trained, the adapter and maybe a value head, under peft's names; UnsupportedError without one."""
         self._require_lora()
         trained = {name for name, parameter in self.parameters.items() if parameter.requires_grad}
         return {peft_name(name): entry for name, entry in self.weights.exported().items() if name in trained}
@@ -157,46 +136,16 @@ class ShardedEngine(ModuleEngine):
         own = {} if self.config.lora is None else self.exported_adapter()
         return self.weights.full(self.exported() | own, names)
 
-    def local_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield this rank's live shards of what may change, and all buffers."""
+    def _settle(self) -> None:
         self.passes.reshard()
-        return super().local_weights()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all that training goes on from; see the base class."""
-        self.passes.reshard()
-        return super().state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take such a state; see the base class."""
-        self.passes.reshard()
-        super().load_state_dict(state)
-
-    def load_full_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take full weights; see the base class."""
-        self.passes.reshard()  # or what is gathered would go on being used
-        super().load_full_weights(weights)
-
-    def load_weight_shards(self, shards: Iterable[WeightShard]) -> None:
-        """Take this rank's shards; see the base class."""
-        self.passes.reshard()
-        super().load_weight_shards(shards)
 
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """Run as the model that the folder holds; see the base class.
-
-        Raises:
-            UnsupportedError: the engine has no adapter.
-        """
+        """Run as the model that the folder holds; see the base class."""
         self._require_lora()
         return adapters_disabled(self.model)
 
     def save_adapter(self, folder: Path) -> None:
-        """Write what is trained, the adapter and maybe a value head, as a peft folder; see the base class.
-
-        Raises:
-            UnsupportedError: the engine has no adapter.
-        """
+        """Write what is trained, the adapter and maybe a value head, as a peft folder; see the base class."""
         save_adapter(self.model, self.full_weights([spec.name for spec in self.adapter_specs()]), folder)
 
     def adapter_specs(self) -> list[WeightSpec]:

@@ -12,12 +12,7 @@ from verl_fsdp.config import FsdpConfig
 if TYPE_CHECKING:
     from verl_fsdp.engine import ShardedEngine
 
-SPEC = BackendSpec(
-    name="fsdp",
-    config_class=FsdpConfig,
-    devices=("cpu", "cuda", "npu"),
-    plugin_api_version=2,
-)
+SPEC = BackendSpec(name="fsdp", config_class=FsdpConfig, devices=("cpu", "cuda", "npu"), plugin_api_version=2)
 
 
 @hookimpl

@@ -12,12 +12,7 @@ from verl_fsdp.config import Fsdp2Config
 if TYPE_CHECKING:
     from verl_fsdp.engine import ShardedEngine
 
-SPEC = BackendSpec(
-    name="fsdp2",
-    config_class=Fsdp2Config,
-    devices=("cpu", "cuda", "npu"),
-    plugin_api_version=2,
-)
+SPEC = BackendSpec(name="fsdp2", config_class=Fsdp2Config, devices=("cpu", "cuda", "npu"), plugin_api_version=2)
 
 
 @hookimpl

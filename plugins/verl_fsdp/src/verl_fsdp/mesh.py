@@ -21,10 +21,9 @@ class Meshes:
 
 
 def build_meshes(config: Fsdp2Config | FsdpConfig, device_kind: str) -> Meshes:
-    """Divide the ranks of the process group as configured. Collectives: those of new device meshes.
+    """Divide the ranks of the process group as configured; ConfigError where that does not come out even.
 
-    Raises:
-        ConfigError: the numbers do not divide the ranks.
+    Collectives: those of new device meshes.
     """
     world_size = dist.get_world_size()
     config.validate_world(world_size)
@@ -37,12 +36,9 @@ def build_meshes(config: Fsdp2Config | FsdpConfig, device_kind: str) -> Meshes:
 
 
 def divide_data(config: ShardedConfig, device_kind: str, weights: DeviceMesh) -> Meshes:
-    """Give each rank a shard of the data, or a part of one. Collectives: those of a new device mesh, if there is one.
+    """Give each rank a shard of the data, or a part of one; `weights` says who shares a copy of the weights.
 
-    Args:
-        config: says how many ranks split the tokens of a micro-batch.
-        device_kind: of this rank.
-        weights: who shares a copy of the weights.
+    Collectives: those of a new device mesh, if there is one.
     """
     world_size = dist.get_world_size()
     if config.sequence_parallel_size == 1:

@@ -1,7 +1,7 @@
 """An fsdp_turbo engine, top to bottom: a Hugging Face model that the library shards."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ def build(config: FsdpTurboConfig, model_folder: Path) -> ShardedEngine:
 
     Collectives: the library's, a broadcast per weight, and for ``gradient_sync: auto`` an all-reduce.
     """
-    library, device, num_ranks = Library.load(), device_of_rank(config), dist.get_world_size()
+    library, device, num_ranks = Library(), device_of_rank(config), dist.get_world_size()
     config.validate_world(num_ranks)
     values = library_config(config, num_ranks, device.kind)
     division = divide_ranks(library, values)
@@ -65,11 +65,12 @@ def build(config: FsdpTurboConfig, model_folder: Path) -> ShardedEngine:
         root = _shard(model, config, library, values, replacements, device.torch_device)
     weights = EngineWeights(cast("torch.nn.Module", root))
     trained = [parameter for parameter in weights.parameters.values() if parameter.requires_grad]
-    gathered, own = sum(map(_num_gathered, trained)), sum(map(_num_own, trained))
-    clip = library_clip(weights.module, trained, config.max_grad_norm, device.torch_device) or partial(
-        clip_by_norm, trained, config.max_grad_norm, plain_copies=num_ranks, device=device.torch_device
+    gathered = sum(_num_held(parameter, by=("ep",)) for parameter in trained)  # without other ranks' experts
+    own = sum(_num_held(parameter) for parameter in trained)
+    clip = library_clip(weights.module, trained, config.max_grad_norm, device.torch_device) or clip_by_norm(
+        trained, config.max_grad_norm, plain_copies=num_ranks, device=device.torch_device
     )
-    sync = choose_sync(config, gathered, 1, device, num_own=own)
+    sync = choose_sync(config, gathered, own, device)
     return ShardedEngine(config, device, data_parallel, model_forward, weights, TurboPasses(root, in_use), sync, clip)
 
 
@@ -124,11 +125,7 @@ def _shard(
 
 
 def _check_precision(model: FSDPModule, config: FsdpTurboConfig) -> None:
-    """Check that every part computes in the dtype that was asked for: some releases fix that of experts.
-
-    Raises:
-        ConfigError: one does not.
-    """
+    """Refuse parts that compute in another dtype than was asked for: some releases fix that of experts."""
     wanted = getattr(torch, config.param_dtype)
     for module in fsdp_modules(model):
         found: Any = module._get_fsdp_state()._mp_policy.param_dtype  # noqa: SLF001 - torch has no public access
@@ -161,17 +158,8 @@ def _divide(reduced: torch.Tensor, by: int) -> None:
     reduced.div_(by)
 
 
-def _num_gathered(parameter: torch.nn.Parameter) -> int:
-    """Count the entries that a rank has of a parameter while it is gathered: not those of other ranks' experts."""
-    return _divided(parameter, by=("ep",))
-
-
-def _num_own(parameter: torch.nn.Parameter) -> int:
-    """Count the entries of a rank's shard; the same on every rank, so rounded up."""
-    return _divided(parameter, by=None)
-
-
-def _divided(parameter: torch.nn.Parameter, by: Iterable[str] | None) -> int:
+def _num_held(parameter: torch.nn.Parameter, by: Sequence[str] | None = None) -> int:
+    """Count the entries that a rank has of a parameter as some mesh axes divide it, or all; rounded up."""
     if not isinstance(parameter, DTensor):
         return parameter.numel()
     mesh = parameter.device_mesh

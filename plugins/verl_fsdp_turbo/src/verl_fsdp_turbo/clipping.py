@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from verl_fsdp.update.grad_norm import clip_gradients
-from verl_fsdp_turbo.install_steps import MODULE
+from verl_fsdp_turbo.library import MODULE
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -25,13 +25,7 @@ def library_clip(
 ) -> Callable[[float], torch.Tensor] | None:
     """Return what clips by the library's ``clip_grad_norm`` where that computes the norm of the whole gradient.
 
-    Args:
-        model: sharded.
-        trained: its parameters that are trained.
-        max_norm: to which.
-        device: of this rank.
-    Returns:
-        A function of the scale that the gradients have, which it divides out first; None where the norm is another.
+    It is a function of the scale that the gradients have, which it divides out first; None where the norm is another.
     """
     if not trained or not all(_is_sharded_by_all(parameter, device) for parameter in trained):
         return None

@@ -5,27 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_engine.contract.backend import BackendSpec, DeclaredPatch, NeededModule
+from verl_engine.contract.backend import BackendSpec, NeededModule
 from verl_engine.contract.markers import hookimpl
 from verl_fsdp_turbo.config import FsdpTurboConfig
-from verl_fsdp_turbo.install_steps import INSTALL, MODULE
+from verl_fsdp_turbo.library import INSTALL, MODULE
+from verl_fsdp_turbo.preparation import declared_patches, prepare_process
 
 if TYPE_CHECKING:
     from verl_fsdp.engine import ShardedEngine
-
-
-def _patches(config: FsdpTurboConfig) -> tuple[DeclaredPatch, ...]:
-    from verl_fsdp_turbo.preparation import declared_patches
-
-    return declared_patches(config)
-
 
 SPEC = BackendSpec(
     name="fsdp_turbo",
     config_class=FsdpTurboConfig,
     devices=("cpu", "cuda", "npu"),
     plugin_api_version=2,
-    patches=_patches,
+    patches=declared_patches,
     process_settings=("device",),
     needs=(NeededModule(MODULE, INSTALL),),
 )
@@ -34,8 +28,6 @@ SPEC = BackendSpec(
 @hookimpl
 def engine_prepare_process(config: FsdpTurboConfig) -> None:
     """Check that the library is there; on the CPU tell it the device."""
-    from verl_fsdp_turbo.preparation import prepare_process
-
     prepare_process(config)
 
 

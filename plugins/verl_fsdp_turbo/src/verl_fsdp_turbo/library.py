@@ -8,13 +8,23 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from verl_engine.contract.errors import ConfigError, PluginError, PluginImportError
-from verl_fsdp_turbo.install_steps import INSTALL, MODULE, WITHOUT_PIP
 
+MODULE: Final = "fsdp_turbo"
+_SOURCE: Final = "https://gitcode.com/Ascend/FSDPTurbo.git"
+_READ_UNTIL: Final = "2026-09-01"
+"""The newest release that this package was written for is the last commit before."""
+
+INSTALL: Final = (
+    f"git clone {_SOURCE} && "
+    f'git -C FSDPTurbo checkout "$(git -C FSDPTurbo rev-list -n 1 --before={_READ_UNTIL} HEAD)" && '
+    "python -m pip install -e FSDPTurbo"
+)
+"""One line for a shell."""
+WITHOUT_PIP: Final = 'export PYTHONPATH="$PWD/FSDPTurbo:$PYTHONPATH"'
+"""In place of the last part of it."""
 _LOG: Final = logging.getLogger(__name__)
 _SECTIONS: Final = {
     "distributed": "DistributedConfig",
@@ -28,11 +38,7 @@ _SECTIONS: Final = {
 
 
 def require_library() -> None:
-    """Check that the library can be found; nothing of it is imported.
-
-    Raises:
-        PluginError: it cannot.
-    """
+    """Raise PluginError where the library cannot be found; nothing of it is imported."""
     if importlib.util.find_spec(MODULE) is None:
         raise PluginError(
             f"backend fsdp_turbo needs Ascend's library FSDP-Turbo, and the module {MODULE} cannot be found. It is on "
@@ -41,29 +47,16 @@ def require_library() -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
 class Library:
     """The parts of it that we use."""
 
-    main: ModuleType
-    configs: ModuleType
-    state: ModuleType
-
-    @classmethod
-    def load(cls) -> Self:
-        """Import it.
-
-        Raises:
-            PluginError: it is not there.
-            PluginImportError: it is, and cannot be imported; the cause is chained.
-        """
+    def __init__(self) -> None:
+        """Import it; PluginError where it is not there, PluginImportError where that fails, with the cause."""
         require_library()
         try:
-            return cls(
-                importlib.import_module(f"{MODULE}.fsdp_turbo"),
-                importlib.import_module(f"{MODULE}.fsdp_turbo_config"),
-                importlib.import_module(f"{MODULE}.distributed.parallel_state"),
-            )
+            self.main = importlib.import_module(f"{MODULE}.fsdp_turbo")
+            self.configs = importlib.import_module(f"{MODULE}.fsdp_turbo_config")
+            self.state = importlib.import_module(f"{MODULE}.distributed.parallel_state")
         except Exception as error:  # what is broken can raise anything
             import torch
 
@@ -89,10 +82,7 @@ class Library:
     def build_config(self, values: Mapping[str, Any]) -> Any:
         """Make the library's config, part by part; its own reader would drop what it does not know.
 
-        Args:
-            values: as `library_config` gives them.
-        Raises:
-            ConfigError: this release does not know a key, or refuses a value.
+        Takes what `library_config` gives; ConfigError where this release does not know a key, or refuses a value.
         """
         _LOG.info("%s can: %s", MODULE, self.capabilities)
         try:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
+
+from pydantic import BaseModel
 
 if TYPE_CHECKING:
     from verl_fsdp_turbo.config import FsdpTurboConfig
@@ -13,14 +16,9 @@ _DTYPES: Final = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def library_config(config: FsdpTurboConfig, num_ranks: int, device_kind: str) -> dict[str, Any]:
-    """Say all that the library is told, and nothing that it could decide by itself: some of its defaults are wrong.
+    """Say all that the library is told, by its own keys; it decides nothing, for some of its defaults are wrong.
 
-    Args:
-        config: the ``engine`` section.
-        num_ranks: of the world.
-        device_kind: ``cpu`` or another; memory is pinned for others only.
-    Returns:
-        By the library's own keys. Where the config leaves patterns to the model, `EACH_LAYER` stands for them.
+    Where the config leaves patterns to the model, `EACH_LAYER` stands for them. Memory is pinned for accelerators only.
     """
     distributed: dict[str, Any] = {
         "fully_shard_parallel_size": config.fully_shard_parallel_size or num_ranks,
@@ -43,22 +41,10 @@ def library_config(config: FsdpTurboConfig, num_ranks: int, device_kind: str) ->
         }
     if config.ulysses_parallel_size > 1:
         distributed["cp_plan"] = {
-            "ulysses_function_patches": [
-                {"target_functions": list(patch.target_functions), "type": patch.type}
-                for patch in config.cp_plan.ulysses_function_patches
-            ],
-            "loss_function_patches": [
-                {"target_functions": list(patch.target_functions), "type": patch.type}
-                for patch in config.cp_plan.loss_function_patches
-            ],
+            "ulysses_function_patches": _plain(config.cp_plan.ulysses_function_patches),
+            "loss_function_patches": _plain(config.cp_plan.loss_function_patches),
         }
-    return {
-        "distributed": distributed,
-        "module_patches": [
-            {"target": patch.target, "replacement": patch.replacement} for patch in config.module_patches
-        ],
-        "memory": _memory(config),
-    }
+    return {"distributed": distributed, "module_patches": _plain(config.module_patches), "memory": _memory(config)}
 
 
 def _fsdp_plan(config: FsdpTurboConfig, num_ranks: int, device_kind: str) -> dict[str, Any]:
@@ -89,12 +75,9 @@ def _memory(config: FsdpTurboConfig) -> dict[str, Any]:
     if memory.recompute:
         told["recompute_plan"] = list(memory.recompute_plan) or [EACH_LAYER]
     if memory.chunk_batch is not None:
-        chunk = memory.chunk_batch
-        told["chunk_batch_plan"] = {
-            "chunk_mbs": chunk.chunk_mbs,
-            "apply_modules": list(chunk.apply_modules),
-            "batch_dim": chunk.batch_dim,
-            "chunk_arg_indexs": list(chunk.chunk_arg_indexs),
-            "chunk_kwarg_names": list(chunk.chunk_kwarg_names),
-        }
+        told["chunk_batch_plan"] = memory.chunk_batch.model_dump(mode="json")
     return told
+
+
+def _plain(sections: Iterable[BaseModel]) -> list[dict[str, Any]]:
+    return [section.model_dump(mode="json") for section in sections]

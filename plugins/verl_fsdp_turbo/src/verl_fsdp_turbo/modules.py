@@ -18,11 +18,9 @@ _FEWEST_EXPERTS = 2
 def for_model(values: dict[str, Any], model: PreTrainedModel) -> dict[str, Any]:
     """Put the model's own layers where the config left them open, and check every pattern.
 
-    The library fails only where none of a list of patterns fits; a misspelt one among others is ignored.
+    The library fails only where none of a list of patterns fits; a misspelt one among others is ignored. What
+    `library_config` gave stays unchanged.
 
-    Args:
-        values: as `library_config` gives them; unchanged.
-        model: not sharded yet.
     Raises:
         ConfigError: a pattern fits no module, or modules that cannot be sharded alone.
         ModelError: the model names no layers, or has too few experts.

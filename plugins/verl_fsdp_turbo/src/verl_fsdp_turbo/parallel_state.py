@@ -83,9 +83,6 @@ _made: list[RankDivision] = []
 def divide_ranks(library: Library, values: Mapping[str, Any]) -> RankDivision:
     """Make the division, or take one that this process has if it is the same.
 
-    Args:
-        library: as installed.
-        values: of its config.
     Raises:
         UnsupportedError: the process has another one, and this release of the library can make one only.
         PluginError: somebody else made one, which does not fit.

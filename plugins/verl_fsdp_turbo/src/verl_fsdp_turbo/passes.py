@@ -17,12 +17,7 @@ class TurboForward(MicroBatchForward):
     """See the base class."""
 
     def __init__(self, in_use: Callable[[], AbstractContextManager[None]], *args: Any) -> None:
-        """Look at the model; see the base class.
-
-        Args:
-            in_use: makes a context in which the library's state is this engine's.
-            args: of the base class.
-        """
+        """Take what makes a context in which the library's state is this engine's, and the base class's arguments."""
         super().__init__(*args)
         self._in_use = in_use
 
@@ -36,7 +31,6 @@ class TurboPasses(FullyShardedPasses):
     """See the base class."""
 
     def __init__(self, root: FSDPModule, in_use: Callable[[], AbstractContextManager[None]]) -> None:
-        """Look at a sharded model; for `in_use` see `TurboForward`."""
         super().__init__(root)
         self._in_use = in_use
 

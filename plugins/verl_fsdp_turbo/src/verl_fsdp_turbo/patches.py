@@ -33,21 +33,15 @@ class Replacements:
     """What one engine has had replaced."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
         self._names: list[_Name] = []
 
     @contextmanager
     def recorded(self, values: dict[str, Any]) -> Iterator[None]:
-        """Take note of what the library replaces inside, and put back what was there.
+        """Take note of what the library replaces inside, and put back what was there; ConfigError for what is unknown.
 
         That the library wraps torch's reductions, once more with each engine that has experts, is undone for good: its
         wrapper plays an operation that some devices lack, and that this engine does not use; and it waits for all that
         others of the process start asynchronously.
-
-        Args:
-            values: of the library's config, as `library_config` gives them.
-        Raises:
-            ConfigError: a function cannot be found.
         """
         for patch in values["module_patches"]:  # or these would take what is replaced before they are imported
             with suppress(ImportError):

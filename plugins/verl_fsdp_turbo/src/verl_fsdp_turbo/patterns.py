@@ -16,11 +16,7 @@ _NUM_NAMED: Final = 5
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern fits the whole of a name.
-
-    Raises:
-        ValueError: the pattern has braces with something else than ``*`` or a range in them.
-    """
+    """Whether a pattern fits a whole name; ValueError where its braces hold something else than ``*`` or a range."""
     parts: list[str] = []
     ranges: list[tuple[int, int] | None] = []
     end = 0

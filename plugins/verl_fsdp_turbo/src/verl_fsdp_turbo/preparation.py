@@ -6,10 +6,8 @@ from typing import Any, Final
 
 from verl_engine.contract.backend import DeclaredPatch
 from verl_engine.contract.errors import PluginImportError
-from verl_engine.engine.device import Device
 from verl_fsdp_turbo.config import FsdpTurboConfig
-from verl_fsdp_turbo.install_steps import INSTALL, MODULE
-from verl_fsdp_turbo.library import require_library
+from verl_fsdp_turbo.library import INSTALL, MODULE, require_library
 
 _DEVICES: Final = f"{MODULE}.utils.device"
 _PATCH: Final = DeclaredPatch(
@@ -48,4 +46,6 @@ def _cpu() -> str:
 
 
 def _kind(config: FsdpTurboConfig) -> str:
+    from verl_engine.engine.device import Device
+
     return Device.resolve(config.device, int(os.environ.get("LOCAL_RANK", "0"))).kind

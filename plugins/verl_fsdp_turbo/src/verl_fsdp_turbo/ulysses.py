@@ -7,7 +7,7 @@ Shape legend: P ranks that split sequences; T tokens of a packed micro-batch, fi
 t = T / P; N sequences, L the longest, filled up likewise, l = L / P; m loss tokens that this rank predicts.
 """
 
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from verl_engine.batch.packed import PackedBatch, SegmentRun
 from verl_engine.contract.bounded import divisors
 from verl_engine.contract.errors import ModelError
-from verl_fsdp.forward.model_run import ModelRun, padded
-from verl_fsdp.forward.sequence_parallel import slice_tokens
+from verl_fsdp.forward.model_run import ModelRun, packed, padded
 from verl_fsdp_turbo.config import FsdpTurboConfig
 
 _HEADS: Final = ("num_attention_heads", "linear_num_key_heads", "linear_num_value_heads")
@@ -27,11 +26,7 @@ _LAYERS: Final = frozenset({"full_attention", "linear_attention"})
 
 
 def require_splittable(model: PreTrainedModel, num_ranks: int) -> None:
-    """Check that the ranks can divide the heads, and that no layer needs a mask of its own.
-
-    Raises:
-        ModelError: they cannot, or one does.
-    """
+    """Raise ModelError where the ranks cannot divide the heads, or a layer needs a mask of its own."""
     text_config, name = model.config.get_text_config(decoder=True), type(model).__name__
     for field in _HEADS:
         heads = getattr(text_config, field, None)
@@ -41,7 +36,9 @@ def require_splittable(model: PreTrainedModel, num_ranks: int) -> None:
                 f"engine.ulysses_parallel_size={num_ranks} does not divide the {heads} {kind} of {name}; use one of "
                 f"{divisors(heads)}"
             )
-    kinds = set(getattr(text_config, "layer_types", None) or _layers_without_names(text_config)) - _LAYERS
+    # Models whose layers are all alike do not name them.
+    unnamed = {"sliding_attention"} if getattr(text_config, "sliding_window", None) else set()
+    kinds = set(getattr(text_config, "layer_types", None) or unnamed) - _LAYERS
     if kinds:
         raise ModelError(
             f"{name} has layers that see a part of the sequence only ({', '.join(sorted(kinds))}), and with "
@@ -49,30 +46,15 @@ def require_splittable(model: PreTrainedModel, num_ranks: int) -> None:
         )
 
 
-def _layers_without_names(text_config: Any) -> set[str]:
-    """Tell sliding windows of models whose layers are all alike."""
-    return {"sliding_attention"} if getattr(text_config, "sliding_window", None) else set()
-
-
 def split_run(config: FsdpTurboConfig, batch: PackedBatch, group: dist.ProcessGroup, dtype: torch.dtype) -> ModelRun:
-    """Make a rank's model run of a micro-batch.
-
-    Args:
-        config: of the engine.
-        batch: the same on every rank of `group`.
-        group: the ranks that split sequences.
-        dtype: what the model computes in.
-    """
+    """Make a rank's model run of a micro-batch, which is the same on every rank of the group that splits sequences."""
     if not config.packing:
         return _rows(config, batch, group, dtype)
-    tokens = slice_tokens(batch, group)
-    inputs = {
-        "input_ids": tokens.input_ids[None],
-        "position_ids": tokens.position_ids.unsqueeze(-2),
-        "attention_mask": block_mask(tokens.runs, tokens.input_ids.device, dtype),
-        "use_cache": False,
-    }
-    return ModelRun(inputs, torch.zeros_like(tokens.predictors), tokens.predictors, tokens.loss_positions)
+    run = packed(batch, group)
+    runs = run.inputs.pop("packed_runs")
+    del run.inputs["sequence_group"]
+    run.inputs["attention_mask"] = block_mask(runs, batch.input_ids.device, dtype)
+    return run
 
 
 def block_mask(runs: tuple[SegmentRun, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,4 @@
 """Megatron-core as a training engine: the backend ``megatron``; on Ascend NPUs MindSpeed patches it first.
 
-Nothing in this package imports Megatron at its top level, but for the modules that `engine` imports: see `hooks`.
+Only the modules that `build` imports, which `hooks` imports when an engine is created, import Megatron at their top.
 """

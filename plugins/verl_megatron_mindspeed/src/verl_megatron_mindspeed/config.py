@@ -1,6 +1,6 @@
 """The ``engine`` section of the backend megatron. Imports no torch, and no Megatron."""
 
-from typing import Any, Final, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -8,25 +8,6 @@ from verl_engine.contract.bounded import Count, Ranks
 from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.errors import ConfigError
 from verl_megatron_mindspeed.mindspeed_config import DERIVED_KEYS, MindSpeedConfig
-
-OWN_OPTIONS: Final = {
-    "tensor_model_parallel_size": "tensor_parallel_size",
-    "pipeline_model_parallel_size": "pipeline_parallel_size",
-    "virtual_pipeline_model_parallel_size": "virtual_pipeline_parallel_size",
-    "context_parallel_size": "context_parallel_size",
-    "expert_model_parallel_size": "expert_parallel_size",
-    "expert_tensor_parallel_size": "expert_tensor_parallel_size",
-    "sequence_parallel": "sequence_parallel",
-    "params_dtype": "param_dtype",
-    "pipeline_dtype": "param_dtype",
-    "bf16": "param_dtype",
-    "fp16": "param_dtype",
-    "recompute_granularity": "recompute",
-    "recompute_method": "recompute_method",
-    "recompute_num_layers": "recompute_num_layers",
-    "recompute_modules": "recompute_modules",
-}
-"""Fields of Megatron's TransformerConfig that a field of ours decides, with its name."""
 
 
 class MegatronConfig(EngineConfig):
@@ -86,8 +67,6 @@ class MegatronConfig(EngineConfig):
 
     @model_validator(mode="after")
     def _check_megatron(self) -> Self:
-        for option in sorted(self.transformer_options.keys() & OWN_OPTIONS.keys()):
-            raise ValueError(f"transformer_options sets {option}; set engine.{OWN_OPTIONS[option]} instead")
         for option in sorted(self.transformer_options.keys() & DERIVED_KEYS.keys()):
             raise ValueError(f"transformer_options sets {option}, which is decided by {DERIVED_KEYS[option]}")
         for option in ("moe_router_fusion", "moe_expert_capacity_factor"):
@@ -134,6 +113,30 @@ class MegatronConfig(EngineConfig):
     def expert_tensor_ranks(self) -> int:
         """Ranks that split each expert's matrices."""
         return self.expert_tensor_parallel_size or self.tensor_parallel_size
+
+    @property
+    def parallel_sizes(self) -> dict[str, int | None]:
+        """How the ranks divide the model, by Megatron's names."""
+        virtual = self.virtual_pipeline_parallel_size
+        return {
+            "tensor_model_parallel_size": self.tensor_parallel_size,
+            "pipeline_model_parallel_size": self.pipeline_parallel_size,
+            "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None,
+            "context_parallel_size": self.context_parallel_size,
+            "expert_model_parallel_size": self.expert_parallel_size,
+            "expert_tensor_parallel_size": self.expert_tensor_ranks,
+        }
+
+    @property
+    def recompute_fields(self) -> dict[str, Any]:
+        """What is recomputed, by Megatron's names; None for what plays no part."""
+        is_full = self.recompute == "full"
+        return {
+            "recompute_granularity": None if self.recompute == "off" else self.recompute,
+            "recompute_method": self.recompute_method if is_full else None,
+            "recompute_num_layers": self.recompute_num_layers if is_full else None,
+            "recompute_modules": list(self.recompute_modules) if self.recompute == "selective" else None,
+        }
 
     def data_parallel_ranks(self, world_size: int) -> tuple[int, ...]:
         """Give ranks that split a model the same data; Megatron's order is TP fastest, then CP, DP, PP."""

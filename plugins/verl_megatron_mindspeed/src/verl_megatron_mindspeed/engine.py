@@ -1,57 +1,31 @@
-"""The megatron engine: a Megatron-core model of a Hugging Face folder, under Megatron's own schedules."""
+"""The megatron engine: a Megatron-core model of a Hugging Face folder, under Megatron's own schedules.
 
-from __future__ import annotations
+`verl_megatron_mindspeed.build` says of which parts it is made.
+"""
 
-import os
-from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
 
-import torch.distributed as dist
+import torch
 
+from verl_engine.batch.packed import PackedBatch
 from verl_engine.contract.errors import UnsupportedError
-from verl_engine.engine.base import Engine
+from verl_engine.contract.optimizer_step import OptimizerStep
+from verl_engine.engine.base import Engine, MicroBatchPass, WeightShard, WeightSpec
 from verl_engine.engine.device import Device
+from verl_engine.engine.temperature import Temperature
+from verl_engine.engine.token_output import TokenOutput
+from verl_megatron_mindspeed.config import MegatronConfig
 from verl_megatron_mindspeed.forward.schedule import Schedule
-from verl_megatron_mindspeed.mindspeed.adaptor import check_same_patches
 from verl_megatron_mindspeed.mindspeed.fp8_weights import reset_weight_caches
-from verl_megatron_mindspeed.model.build import build_model, check_folder
-from verl_megatron_mindspeed.parallel import build_groups
+from verl_megatron_mindspeed.model.build import MegatronModel
+from verl_megatron_mindspeed.parallel import Parallel
 from verl_megatron_mindspeed.update.checkpoint import load_state, training_state
 from verl_megatron_mindspeed.update.offload import Offload
 from verl_megatron_mindspeed.update.training import Training
-from verl_megatron_mindspeed.weights.agreement import on_all_ranks
 from verl_megatron_mindspeed.weights.weight_map import WeightMap
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
-    import torch
-
-    from verl_engine.batch.packed import PackedBatch
-    from verl_engine.contract.optimizer_step import OptimizerStep
-    from verl_engine.engine.base import MicroBatchPass, WeightShard, WeightSpec
-    from verl_engine.engine.temperature import Temperature
-    from verl_engine.engine.token_output import TokenOutput
-    from verl_megatron_mindspeed.config import MegatronConfig
-
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
-
-
-def _with_own_groups(
-    method: Callable[Concatenate[MegatronEngine, Arguments], Result],
-) -> Callable[Concatenate[MegatronEngine, Arguments], Result]:
-    """Let Megatron use this engine's groups meanwhile: other engines of the process may divide the ranks otherwise."""
-
-    @wraps(method)
-    def run(self: MegatronEngine, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        with self.parallel.in_use():
-            return method(self, *args, **kwargs)
-
-    return run
 
 
 class MegatronEngine(Engine):
@@ -60,65 +34,61 @@ class MegatronEngine(Engine):
     config: MegatronConfig
     gradient_divisor = 1  # with calculate_per_token_loss Megatron sums over the data-parallel ranks
 
-    def __init__(self, config: MegatronConfig, model_folder: Path) -> None:
-        """Build groups, model and optimizer, and read the weights; every rank does."""
-        check_same_patches(config)
+    def __init__(
+        self,
+        config: MegatronConfig,
+        device: Device,
+        parallel: Parallel,
+        model: MegatronModel,
+        weights: WeightMap,
+        training: Training | None,
+        schedule: Schedule,
+    ) -> None:
+        """Put the parts together; a forward-only engine has no `training`."""
         self.config = config
-        self.device = Device.resolve(config.device, int(os.environ.get("LOCAL_RANK", dist.get_rank())))
-        self.parallel = build_groups(config)
-        self.data_parallel = self.parallel.data
-        self._build(model_folder)
-
-    @_with_own_groups
-    def _build(self, model_folder: Path) -> None:
-        config = self.config
-        on_all_ranks(partial(check_folder, config, model_folder), "the model's config")
-        self.model = build_model(config, model_folder, self.parallel, self.device)
-        self.vocab_size = self.model.vocab_size
-        self.weights = WeightMap(self.model, self.parallel, self.device)
-        self.weights.load_folder(model_folder)
-        self._training = None if config.forward_only else Training(config, self.model, self.parallel, self.device)
-        if self._training is not None and self._training.has_masters:
-            self.weights.read_folder_into(self._training.held_master)  # unrounded, as the folder has them
-        self._offload = Offload(self.model, self._training, self.device)
-        self.schedule = Schedule(config, self.model, self.parallel, self.device)
+        self.device = device
+        self.data_parallel = parallel.data
+        self.parallel = parallel
+        """Put in place while Megatron runs: other engines of the process may divide the ranks otherwise."""
+        self.model = model
+        self.vocab_size = model.vocab_size
+        self.weights = weights
+        self.schedule = schedule
+        self._training = training
+        self._offload = Offload(model, training, device)
 
     @property
     def training(self) -> Training:
-        """Gradient buffers, optimizer and schedule of learning rates.
-
-        Raises:
-            UnsupportedError: the engine is forward-only.
-        """
+        """Gradient buffers, optimizer and learning-rate schedule; UnsupportedError where the engine is forward-only."""
         if self._training is None:
             raise UnsupportedError("engine.forward_only=true: this engine has no optimizer and cannot train")
         return self._training
 
-    @_with_own_groups
     def forward(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
         """Run the model on a micro-batch, without gradient; all ranks with the same data get the output.
 
         Collectives: those of the model's parallelism, and a broadcast from the last pipeline stage.
         """
         self._offload.require("parameters")
-        return self.schedule.infer(batch, temperature)
+        with self.parallel.in_use():
+            return self.schedule.infer(batch, temperature)
 
-    @_with_own_groups
     def forward_backward(self, run: MicroBatchPass) -> None:
         """Accumulate the gradient through Megatron's schedule; see the base class."""
         self._offload.require("parameters", "gradients")
-        self.model.reseed_dropout()
-        self.schedule.train(self.training, run)
+        with self.parallel.in_use():
+            self.model.reseed_dropout()
+            self.schedule.train(self.training, run)
 
     def gradient_sync(self, is_last_micro_batch: bool) -> AbstractContextManager[None]:
         """See ``engine_gradient_sync``."""
         return self.training.gradients.sync(is_last_micro_batch=is_last_micro_batch)
 
-    @_with_own_groups
     def optimizer_step(self, learning_rate: float | None = None) -> OptimizerStep:
         """Clip and step, or skip when the norm is not finite; see ``engine_optimizer_step``."""
         self._offload.require("parameters", "gradients", "optimizer")
-        return self.training.step(learning_rate)
+        with self.parallel.in_use():
+            return self.training.step(learning_rate)
 
     def zero_grad(self) -> None:
         """Forget all gradients, and an unfinished pass; see the base class."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from verl_engine.contract.backend import BackendSpec, Capabilities
 from verl_engine.contract.markers import hookimpl
 from verl_megatron_mindspeed.config import MegatronConfig
-from verl_megatron_mindspeed.preparation import SETTINGS, declared_patches, prepare_process
+from verl_megatron_mindspeed.preparation import declared_patches, prepare_process
 
 if TYPE_CHECKING:
     from verl_megatron_mindspeed.engine import MegatronEngine
@@ -28,7 +28,7 @@ SPEC = BackendSpec(
     plugin_api_version=2,
     must_precede=("megatron",),
     patches=declared_patches,
-    process_settings=SETTINGS,
+    process_settings=("device", "mindspeed"),
 )
 
 
@@ -41,6 +41,6 @@ def engine_prepare_process(config: MegatronConfig) -> None:
 @hookimpl
 def engine_create(config: MegatronConfig, model_folder: Path) -> MegatronEngine:
     """Build the Megatron model of a Hugging Face folder."""
-    from verl_megatron_mindspeed.engine import MegatronEngine
+    from verl_megatron_mindspeed.build import build
 
-    return MegatronEngine(config, model_folder)
+    return build(config, model_folder)

@@ -116,11 +116,7 @@ class MindSpeedConfig(StrictModel):
         return not self.batch_invariant_attention if self.flash_attention is None else self.flash_attention
 
     def check_engine(self, context_parallel_size: int, transformer: str) -> None:
-        """Check what depends on the rest of the ``engine`` section.
-
-        Raises:
-            ValueError: MindSpeed cannot compute this attention, or nothing would use it.
-        """
+        """Raise ValueError where MindSpeed cannot compute the engine's attention, or nothing would use what was set."""
         asked = [name for name in ("flash_attention", "batch_invariant_attention") if getattr(self, name)]
         if transformer == "local" and asked:
             raise ValueError(

@@ -16,14 +16,6 @@ from verl_engine.engine.base import DataParallel
 from verl_engine.engine.process_group import is_alive
 from verl_megatron_mindspeed.config import MegatronConfig
 
-_SIZES: Final = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "virtual_pipeline_parallel_size",
-    "context_parallel_size",
-    "expert_parallel_size",
-    "expert_tensor_ranks",
-)
 _LISTS: Final = ("_global_process_group_list",)
 """The names of Megatron's state that are not in capitals."""
 
@@ -63,30 +55,37 @@ class Parallel:
         finally:
             self.state.update(_exchange(before))
 
-    @property
-    def last_stage(self) -> int:
-        """Rank in the world of the one in this pipeline that holds the last layers."""
-        return dist.get_global_rank(self.pipeline.group, self.pipeline.size - 1)
 
-
-_layouts: list[tuple[dict[str, int], Parallel]] = []
+_layouts: list[tuple[dict[str, int | None], Parallel]] = []
 """What engines of this process have made, by their sizes."""
 
 
 def build_groups(config: MegatronConfig) -> Parallel:
-    """Make Megatron's groups, or take those of an engine that divides the ranks alike; every rank calls it.
+    """Make Megatron's groups, or take those of an engine that divides the ranks alike.
 
     Collectives: those of new groups.
     """
-    sizes = {name: getattr(config, name) for name in _SIZES}
+    sizes = config.parallel_sizes
     _layouts[:] = [entry for entry in _layouts if is_alive(entry[1].tensor.group)]
     for made, parallel in _layouts:
         if made == sizes:
             return parallel
     before = _exchange({name: {} if isinstance(value, dict) else None for name, value in _state().items()})
     try:
-        _initialize(config)
-        parallel = _current()
+        mpu.initialize_model_parallel(
+            **sizes, distributed_timeout_minutes=_timeout_minutes(), create_gloo_process_groups=False
+        )
+        parallel = Parallel(
+            tensor=_group(mpu.get_tensor_model_parallel_group()),
+            pipeline=_group(mpu.get_pipeline_model_parallel_group()),
+            context=_group(mpu.get_context_parallel_group()),
+            expert=_group(mpu.get_expert_model_parallel_group()),
+            expert_tensor=_group(mpu.get_expert_tensor_parallel_group()),
+            data=DataParallel(
+                mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size(), mpu.get_data_parallel_group()
+            ),
+            state=_state(),
+        )
     finally:
         _exchange(before)
     _layouts.append((sizes, parallel))
@@ -105,40 +104,12 @@ def _exchange(state: dict[str, Any]) -> dict[str, Any]:
     return before
 
 
-def _initialize(config: MegatronConfig) -> None:
-    virtual = config.virtual_pipeline_parallel_size
-    mpu.initialize_model_parallel(
-        tensor_model_parallel_size=config.tensor_parallel_size,
-        pipeline_model_parallel_size=config.pipeline_parallel_size,
-        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
-        context_parallel_size=config.context_parallel_size,
-        expert_model_parallel_size=config.expert_parallel_size,
-        expert_tensor_parallel_size=config.expert_tensor_ranks,
-        distributed_timeout_minutes=_timeout_minutes(),
-        create_gloo_process_groups=False,
-    )
-
-
 def _timeout_minutes() -> int:
     """Return how long the world's ranks wait for each other, in Megatron's unit, which has no fractions."""
     world: Any = dist.group.WORLD
     backend = world._get_backend(world._device_types[0])  # noqa: SLF001 - torch has no public way to ask
     seconds: float = backend.options._timeout.total_seconds()  # noqa: SLF001 - the same
     return max(1, math.ceil(seconds / 60))
-
-
-def _current() -> Parallel:
-    return Parallel(
-        tensor=_group(mpu.get_tensor_model_parallel_group()),
-        pipeline=_group(mpu.get_pipeline_model_parallel_group()),
-        context=_group(mpu.get_context_parallel_group()),
-        expert=_group(mpu.get_expert_model_parallel_group()),
-        expert_tensor=_group(mpu.get_expert_tensor_parallel_group()),
-        data=DataParallel(
-            mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size(), mpu.get_data_parallel_group()
-        ),
-        state=_state(),
-    )
 
 
 def _group(group: dist.ProcessGroup) -> Group:

@@ -1,14 +1,9 @@
 """What a process needs before Megatron may be imported in it, by the kind of its device. Imports no torch by itself."""
 
-from typing import Final
-
 from verl_engine.contract.backend import DeclaredPatch
 from verl_engine.contract.errors import ConfigError
 from verl_megatron_mindspeed.config import MegatronConfig
 from verl_megatron_mindspeed.mindspeed_config import MindSpeedConfig
-
-SETTINGS: Final = ("device", "mindspeed")
-"""Fields of the config that preparation reads: engines of one process must agree on them."""
 
 
 def declared_patches(config: MegatronConfig) -> tuple[DeclaredPatch, ...]:
@@ -16,13 +11,13 @@ def declared_patches(config: MegatronConfig) -> tuple[DeclaredPatch, ...]:
 
     The host asks in the process that it is about to prepare, so ``device: auto`` is as certain here as it is there.
     """
-    kind = _device_kind(config)
+    kind = _found_kind("auto") if config.device == "auto" else config.device  # looking for one imports torch
     if kind == "cpu":
         from verl_megatron_mindspeed.cpu_support.patch_list import PATCHES
 
         return PATCHES
     if kind == "npu":
-        from verl_megatron_mindspeed.mindspeed.declared_patches import PATCHES as NPU_PATCHES
+        from verl_megatron_mindspeed.mindspeed.packages import PATCHES as NPU_PATCHES
 
         return NPU_PATCHES
     return ()
@@ -50,13 +45,7 @@ def prepare_process(config: MegatronConfig) -> None:
         apply(config)
 
 
-def _device_kind(config: MegatronConfig) -> str:
-    """Return the kind of this process's device; looking for one, where it is ``auto``, imports torch."""
-    return _found_kind("auto") if config.device == "auto" else config.device
-
-
 def _found_kind(device: str) -> str:
-    """Look whether there is such a device."""
     from verl_engine.engine.device import Device
 
     return Device.resolve(device).kind

@@ -49,11 +49,9 @@ def packed_attention(  # noqa: PLR0913 - transformers' signature
         dropout: probability.
         kwargs: what else transformers passes: ``sliding_window``, the tokens that each token sees, itself included, or
             None for all before it; ``softcap`` of the scores; ``s_aux``, [H] scores of sinks that take a part of each
-            softmax; the rest is ignored unless it would change the result.
+            softmax; the rest is ignored unless it would change the result, which raises ModelError.
     Returns:
         [1, t, H, D], and None for the attention weights.
-    Raises:
-        ModelError: the layer needs something that this function does not compute.
     Collectives: with a sequence group an all-to-all before and one after, and the same backward.
     """
     runs = _refuse_what_would_be_wrong(module, packed_runs, kwargs)
@@ -149,15 +147,16 @@ def _refuse_what_would_be_wrong(
             f"{name} was not told where the packed sequences lie, and would mix them: its model does not hand "
             "packed_runs on to attention"
         )
-    if kwargs.get("position_bias") is not None:
-        raise ModelError(f"{name} uses position_bias, which packed attention does not compute")
-    if not kwargs.get("is_causal", getattr(module, "is_causal", True)):
-        raise ModelError(f"{name} is not causal, and packed attention always is")
-    if "sliding_window" not in kwargs and _has_window(module):
-        raise ModelError(
-            f"{name} has a sliding window that it does not pass to attention (only to a mask, which packed attention "
-            "does without)"
-        )
+    is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True))
+    hides_window = "sliding_window" not in kwargs and _has_window(module)
+    problems = (
+        (kwargs.get("position_bias") is not None, "uses position_bias, which packed attention does not compute"),
+        (not is_causal, "is not causal, and packed attention always is"),
+        (hides_window, "has a sliding window that it does not pass to attention (only to a mask, which has no effect)"),
+    )
+    for is_there, problem in problems:
+        if is_there:
+            raise ModelError(f"{name} {problem}")
     return runs
 
 

@@ -5,7 +5,7 @@ asked for in the place of each, H hidden dim, V vocabulary, F numbers per token.
 """
 
 import logging
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -23,50 +23,21 @@ from verl_fsdp.forward.output_layer import ending_of, forward_of
 _LOG = logging.getLogger(__name__)
 
 
-class Head(Protocol):
-    """Runs the model, and computes what a `TokenOutput` holds."""
+class Head:
+    """Runs the model, and computes what a `TokenOutput` holds: values of a critic, else log-probs and maybe entropy.
 
-    def columns(self, batch: PackedBatch) -> dict[str, int]:
-        """Say which fields of `TokenOutput` the numbers of a micro-batch are; see `TokenOutput.of`."""
-
-    def numbers(
-        self, model: torch.nn.Module, run: ModelRun, targets: torch.Tensor, temperature: Temperature, top_k: int
-    ) -> torch.Tensor:
-        """Call the model, and return [m, F] float32.
-
-        Args:
-            model: as sharded.
-            run: what goes in, and where the loss tokens are predicted.
-            targets: [m, N] int64: the loss tokens, and other ids.
-            temperature: divides the logits: a number, or [m].
-            top_k: so many of the last targets are found here.
-        """
-
-
-def make_head(model: PreTrainedModel, config: ShardedConfig) -> Head:
-    """Make the head that the config asks for.
-
-    Args:
-        model: with its adapters, not sharded yet.
-        config: of the engine.
-    """
-    return ValueHead() if config.head == "value" else LanguageHead(model, config)
-
-
-class LanguageHead:
-    """Log-probs, and entropy if it is asked for.
-
-    Where the model's output is what a linear layer gives, the layer computes the numbers itself, chunk by chunk, and
-    the logits of all tokens never exist. It does so inside the model's forward, where its weight is gathered.
+    Where the model's output is what a linear layer gives, the layer computes log-probs itself, chunk by chunk, and the
+    logits of all tokens never exist. It does so inside the model's forward, where its weight is gathered.
     """
 
     def __init__(self, model: PreTrainedModel, config: ShardedConfig) -> None:
-        """Look at how the model ends; nothing is changed in it."""
+        """Look at how a model ends that has its adapters, and is not sharded yet; nothing is changed in it."""
+        self._is_value = config.head == "value"
         self._entropy = config.entropy
         self._chunk = config.logit_chunk
-        self._layer: Any = model.get_output_embeddings()
-        self._ending = ending_of(model)
-        if self._ending != "linear":
+        self._layer: Any = None if self._is_value else model.get_output_embeddings()
+        self._ending = "unknown" if self._is_value else ending_of(model)
+        if self._ending != "linear" and not self._is_value:
             _LOG.info(
                 "the output of %s is not that of a plain linear layer: the logits of all %s exist at once, and "
                 "engine.logit_chunk=%d has no effect",
@@ -76,20 +47,30 @@ class LanguageHead:
             )
 
     def columns(self, batch: PackedBatch) -> dict[str, int]:
-        """Name log-probs, entropy and those of other ids; see `Head`."""
-        return columns_of(batch, self._entropy)
+        """Say which fields of `TokenOutput` the numbers of a micro-batch are; see `TokenOutput.of`."""
+        return {"given_values": 1} if self._is_value else columns_of(batch, self._entropy)
 
     def numbers(
         self, model: torch.nn.Module, run: ModelRun, targets: torch.Tensor, temperature: Temperature, top_k: int
     ) -> torch.Tensor:
-        """Call the model; see `Head`."""
+        """Call the model, and return [m, F] float32.
+
+        Args:
+            model: as sharded.
+            run: what goes in, and where the loss tokens are predicted.
+            targets: [m, N] int64: the loss tokens, and other ids. Neither they nor what follows concern values.
+            temperature: divides the logits: a number, or [m].
+            top_k: so many of the last targets are found here.
+        """
         if self._ending == "linear":
             return self._linear(model, run, targets, temperature, top_k)
         if self._ending == "per token":
-            logits_mV = self._per_token(model, run)
+            output_mV = self._per_token(model, run)
         else:
-            logits_mV = _checked(model(**run.inputs).logits, run)[run.rows, run.columns]
-        found = numbers_from_logits(logits_mV, targets, temperature, self._entropy, top_k)
+            output_mV = _checked(model(**run.inputs).logits, run)[run.rows, run.columns]
+        if self._is_value:
+            return output_mV.float()
+        found = numbers_from_logits(output_mV, targets, temperature, self._entropy, top_k)
         return numbers_of(*found, targets, top_k)
 
     def _linear(
@@ -131,34 +112,13 @@ class LanguageHead:
         return cast("torch.Tensor", logits[0])
 
 
-class ValueHead:
-    """One number per token, from a model for token classification with a single label."""
-
-    def columns(self, batch: PackedBatch) -> dict[str, int]:
-        """Name the values; see `Head`."""
-        del batch
-        return {"given_values": 1}
-
-    def numbers(
-        self, model: torch.nn.Module, run: ModelRun, targets: torch.Tensor, temperature: Temperature, top_k: int
-    ) -> torch.Tensor:
-        """Call the model; see `Head`. Neither targets nor temperature play a part."""
-        del targets, temperature, top_k
-        values: torch.Tensor = _checked(model(**run.inputs).logits, run)[run.rows, run.columns]
-        return values.float()
-
-
 def _picked(hidden_BLH: torch.Tensor, run: ModelRun) -> torch.Tensor:
     """Return [m, H]: the states that predict loss tokens."""
     return _checked(hidden_BLH, run).flatten(0, 1).index_select(0, run.rows * hidden_BLH.shape[1] + run.columns)
 
 
 def _checked(output_BL: torch.Tensor, run: ModelRun) -> torch.Tensor:
-    """Return what the model gave, if it is as long as it must be.
-
-    Raises:
-        ModelError: it is not: the tokens picked from it would be others.
-    """
+    """Return what the model gave; ModelError where it has another length, so that other tokens would be picked."""
     if run.num_columns not in (None, output_BL.shape[1]):
         raise ModelError(
             f"the model gave {output_BL.shape[1]} tokens per row, and a rank's part is {run.num_columns}: its forward "

@@ -17,7 +17,7 @@ from verl_engine.engine.token_output import TokenOutput
 from verl_engine.engine.top_k import scored_ids
 from verl_fsdp.config import ShardedConfig
 from verl_fsdp.forward.attention import is_packed
-from verl_fsdp.forward.head import make_head
+from verl_fsdp.forward.head import Head
 from verl_fsdp.forward.model_run import ModelRun, packed, padded
 from verl_fsdp.forward.rotary import PositionUse, rotary_limit
 from verl_fsdp.forward.router_replay import RouterReplay, sources
@@ -33,30 +33,22 @@ class MicroBatchForward:
         sequence: dist.ProcessGroup | None,
         split: Callable[[PackedBatch], ModelRun] | None = None,
     ) -> None:
-        """Look at how the model begins and ends; nothing is changed in it but how experts are chosen, where asked for.
+        """Look at how the model, with its adapters, begins and ends; only the choice of experts is changed in it.
 
-        Args:
-            model: with its adapters.
-            config: of the engine.
-            sequence: the ranks that split the tokens among them; None where nobody does.
-            split: makes a rank's run of a micro-batch, where somebody else splits them.
+        Where somebody else than the ranks of `sequence` splits micro-batches, `split` makes a rank's run of one.
         """
-        self.head = make_head(model, config)
+        self.head = Head(model, config)
         self.is_packed = is_packed(model)
         """Whether sequences lie end to end; else each has a row. Not for every model, whatever the config says."""
         self._sequence = sequence
         self._split = split
         self._rotary_limit = rotary_limit(model)
-        self._positions = PositionUse.of(model)
+        self._positions = PositionUse(model)
         self._replay = RouterReplay(model) if config.router_replay else None
 
     def __call__(self, model: torch.nn.Module, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
-        """Run the model on a micro-batch; see `Engine.forward`.
+        """Run the sharded model on a micro-batch, the same on all ranks that split its tokens; see `Engine.forward`.
 
-        Args:
-            model: sharded.
-            batch: the micro-batch; the same on all ranks that split its tokens.
-            temperature: divides the logits: a number, or [T].
         Raises:
             ModelError: a sequence is so long that the model would change the log-probs of those beside it, or has
                 positions that the model does not take.

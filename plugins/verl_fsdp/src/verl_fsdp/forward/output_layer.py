@@ -22,11 +22,7 @@ _MARKER: Final = (1, 5, 7)
 
 
 def ending_of(model: PreTrainedModel) -> Ending:
-    """Find out how the model comes from its last hidden states to its output.
-
-    Args:
-        model: with its adapters, not sharded yet; unchanged.
-    """
+    """Find out how a model, not sharded yet, comes from its last hidden states to its output; it stays unchanged."""
     layer = model.get_output_embeddings()
     trunk = model.base_model_prefix
     if layer is None or not isinstance(getattr(model, trunk, None), torch.nn.Module):

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -25,11 +25,9 @@ class RotaryLimit:
     num_tokens: int
 
     def check(self, lengths: Sequence[int]) -> None:
-        """Check the sequences of a micro-batch.
+        """Raise ModelError where a sequence is too long: it would change the log-probs of those beside it.
 
-        Raises:
-            ModelError: one is too long: it would change the log-probs of those beside it, and on ranks that split it
-                each part would have other frequencies.
+        On ranks that split it, each part would have other frequencies.
         """
         longest = max(lengths)
         if longest > self.num_tokens:
@@ -41,32 +39,21 @@ class RotaryLimit:
             )
 
 
-@dataclass(frozen=True, slots=True)
 class PositionUse:
     """Whether a model takes the positions it is given."""
 
-    model: str
-    takes_any: bool
-    takes_axes: bool
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> Self:
-        """Look at a model that is not sharded yet."""
-        takes_any = "position_ids" in inspect.signature(model.forward).parameters
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = type(model).__name__
+        self._takes_any = "position_ids" in inspect.signature(model.forward).parameters
         # As transformers tells them: such a rotary embedding shares a head's dims out among several axes.
-        takes_axes = any(hasattr(module, "mrope_section") for module in model.modules())
-        return cls(type(model).__name__, takes_any, takes_axes)
+        self._takes_axes = any(hasattr(module, "mrope_section") for module in model.modules())
 
     def check(self, positions: torch.Tensor) -> None:
-        """Check positions that came with sequences, [T] or [axes, T].
-
-        Raises:
-            ModelError: the model has none, or has one axis and they have several.
-        """
-        if not self.takes_any:
-            raise ModelError(f"sequences have positions of their own, and {self.model} takes none")
-        if positions.ndim > 1 and not self.takes_axes:
-            raise ModelError(f"sequences have positions of {len(positions)} axes, and those of {self.model} have one")
+        """Raise ModelError for positions, [T] or [axes, T], that the model does not take, or not on several axes."""
+        if not self._takes_any:
+            raise ModelError(f"sequences have positions of their own, and {self._model} takes none")
+        if positions.ndim > 1 and not self._takes_axes:
+            raise ModelError(f"sequences have positions of {len(positions)} axes, and those of {self._model} have one")
 
 
 def rotary_limit(model: PreTrainedModel) -> RotaryLimit | None:

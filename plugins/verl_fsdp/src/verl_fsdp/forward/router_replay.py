@@ -28,11 +28,7 @@ class RouterReplay:
     """The layers with experts of one model, in its order."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Take hold of the layers; the model is not sharded yet.
-
-        Raises:
-            ModelError: it has none.
-        """
+        """Take hold of the layers of a model that is not sharded yet; ModelError where it has none."""
         self.layers = [
             _Layer(module, path, _num_experts(module.experts), type(model).__name__)
             for path, module in model.named_modules()
@@ -44,13 +40,11 @@ class RouterReplay:
             )
 
     def expect(self, batch: PackedBatch, source: torch.Tensor) -> None:
-        """Say through which experts the tokens of the next forward go.
+        """Say through which experts the tokens of the next forward go; BatchError where they do not fit the model.
 
         Args:
             batch: the micro-batch.
             source: [t] int64: what goes into the model, as indices among the T; -1 for filling.
-        Raises:
-            BatchError: the sequences bring what does not fit the model.
         """
         experts = given_experts(batch, len(self.layers), self.layers[0].num_experts)
         rows = None if experts is None else experts_of(experts, source)
@@ -58,12 +52,9 @@ class RouterReplay:
             layer.given, layer.found = None if rows is None else rows[:, index], None
 
     def found(self, source: torch.Tensor, num_tokens: int, group: dist.ProcessGroup | None) -> torch.Tensor:
-        """Return [T, layers, k] int32: the experts of the last forward, which was without gradient.
+        """Return [T, layers, k] int32: the experts of the last forward, without gradient; for `source` see `expect`.
 
-        Args:
-            source: as in `expect`.
-            num_tokens: T.
-            group: the ranks that split the tokens. Collectives: an all-reduce over them.
+        Collectives: an all-reduce over the group of ranks that split the tokens.
         """
         rows = torch.stack([layer.taken() for layer in self.layers], dim=1)
         whole = put_back(rows.int(), source, num_tokens)
@@ -74,8 +65,7 @@ class RouterReplay:
     def try_out(self, forward: Callable[[], torch.Tensor], shift: int | None) -> torch.Tensor:
         """Run a forward, of all layers or some, through experts so much further than the last time; None for any.
 
-        Raises:
-            ModelError: experts are chosen elsewhere too.
+        Raises ModelError where experts are chosen elsewhere too.
         """
         for layer in self.layers:
             layer.given, layer.found = layer.found, None
@@ -102,10 +92,7 @@ def sources(
 ) -> torch.Tensor:
     """Return [t] int64: the index among the T of each token that goes into the model; -1 for filling.
 
-    Args:
-        lay_out: makes the run of a micro-batch; it fills up with token 0.
-        batch: the micro-batch.
-        group: the ranks that split the tokens.
+    `lay_out` makes the run of a micro-batch, and fills up with token 0; the group's ranks split its tokens.
     """
     numbers = torch.arange(1, batch.num_tokens + 1, device=batch.input_ids.device)
     run = lay_out(dataclasses.replace(batch, input_ids=numbers))

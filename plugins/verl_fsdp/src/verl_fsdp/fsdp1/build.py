@@ -1,6 +1,5 @@
 """An fsdp engine, top to bottom: a Hugging Face model under PyTorch ``FullyShardedDataParallel`` (FSDP1)."""
 
-from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,13 +18,10 @@ from verl_fsdp.update.optimizer import require_entrywise
 
 
 def build(config: FsdpConfig, model_folder: Path) -> ShardedEngine:
-    """Build the engine.
+    """Build the engine; ConfigError for an optimizer that looks at more than one entry of a parameter at a time.
 
     Weights lie in flat tensors, one for each wrapped module, cut evenly over ranks: so a rank's shard of a parameter
     is a vector, and may be empty. Names, shapes and dtypes outside are those of the model before it was wrapped.
-
-    Raises:
-        ConfigError: the optimizer looks at more than one entry of a parameter at a time.
     Collectives: of device meshes, a broadcast per weight, and for ``gradient_sync: auto`` an all-reduce.
     """
     if not config.forward_only:
@@ -37,20 +33,12 @@ def build(config: FsdpConfig, model_folder: Path) -> ShardedEngine:
     root, table = shard(model, config, meshes.weights, device.torch_device)
     weights = FlatWeights(root, table, meshes.weights, device.torch_device)
     shard_ranks = meshes.weights["shard"].size()
-    sync = choose_sync(
-        config,
-        # One frozen parameter beside a trained one has a gradient too, which nobody looks at.
-        sum(unit.numel for unit in weights.units if any(member.parameter.requires_grad for member in unit.members)),
-        shard_ranks,
-        device,
-        must_reduce="" if config.param_dtype == "float32" else "FSDP1 holds gradients in param_dtype",
-    )
-    clip = partial(
-        clip_by_norm,
-        list(weights.parameters.values()),
-        config.max_grad_norm,
-        plain_copies=dist.get_world_size() // shard_ranks,
-        device=device.torch_device,
-    )
+    # One frozen parameter beside a trained one has a gradient too, which nobody looks at.
+    units = [unit for unit in weights.units if any(member.parameter.requires_grad for member in unit.members)]
+    num_trained = sum(unit.numel for unit in units)
+    must_reduce = "" if config.param_dtype == "float32" else "FSDP1 holds gradients in param_dtype"
+    sync = choose_sync(config, num_trained, -(-num_trained // shard_ranks), device, must_reduce=must_reduce)
+    parameters, num_copies = weights.parameters.values(), dist.get_world_size() // shard_ranks
+    clip = clip_by_norm(parameters, config.max_grad_norm, plain_copies=num_copies, device=device.torch_device)
     passes = FlatPasses(root, device)
     return ShardedEngine(config, device, meshes.data_parallel, model_forward, weights, passes, sync, clip)

@@ -36,12 +36,9 @@ class FlatUnit:
     """The weights of one wrapped module, and this rank's shard of them."""
 
     def __init__(self, handle: Any, names: Mapping[int, str], device: torch.device) -> None:
-        """Look at an initialised FSDP1 module.
+        """Look at FSDP1's own record of an initialised module, whose parameters have names by their ids.
 
-        Args:
-            handle: FSDP1's own record of the module's weights.
-            names: each parameter's name, by the parameter's id.
-            device: that the ranks communicate on; weights may be elsewhere for a while.
+        The device is that on which the ranks communicate; weights may be elsewhere for a while.
         """
         self.handle = handle
         self._device = device
@@ -84,12 +81,7 @@ class FlatUnit:
         return min(max(begin, 0), member.numel), min(max(begin + size, 0), member.numel)
 
     def piece(self, member: FlatMember, local: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the part of a shard that is a member's: a vector, maybe empty, a view.
-
-        Args:
-            member: of this unit.
-            local: by default the weights' shard; another tensor of its size is cut in the same way.
-        """
+        """Return a member's part of the shard, or of another tensor of its size: a vector, maybe empty, a view."""
         begin, end = self.span(member)
         shard = self.local if local is None else local
         if begin == end:

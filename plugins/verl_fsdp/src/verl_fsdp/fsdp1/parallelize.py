@@ -10,12 +10,11 @@ from transformers import PreTrainedModel
 
 from verl_fsdp.config import FsdpConfig
 from verl_fsdp.fsdp1.passes import initialize
-from verl_fsdp.fsdp1.weight_table import WeightTable
+from verl_fsdp.fsdp1.weights import WeightTable
+from verl_fsdp.model.block_settings import compile_block, enable_recompute
 from verl_fsdp.model.blocks import blocks, in_sharding_order
-from verl_fsdp.model.compiled import compile_block
 from verl_fsdp.model.float32_parts import float32_modules
 from verl_fsdp.model.materialize import Materializer
-from verl_fsdp.model.recompute import enable_recompute
 
 _PREFETCH = {"before": BackwardPrefetch.BACKWARD_PRE, "after": BackwardPrefetch.BACKWARD_POST, "off": None}
 
@@ -53,7 +52,6 @@ def shard(
 
 
 def _settings(config: FsdpConfig, mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
-    """Return the arguments that every wrapped module gets."""
     strategy, groups = _strategy(config, mesh)
     return {
         "process_group": groups,
@@ -93,7 +91,6 @@ def _strategy(config: FsdpConfig, mesh: DeviceMesh) -> tuple[ShardingStrategy, A
 
 
 def _wrap(module: torch.nn.Module, settings: dict[str, Any]) -> FullyShardedDataParallel:
-    """Wrap one module."""
     _unify_dtypes(module)
     with warnings.catch_warnings():
         # Said on a single rank, and of a copy on each rank: what is configured.

@@ -26,16 +26,12 @@ class FlatPasses:
     """Of a model that FSDP1 wrapped; see `verl_fsdp.engine.Passes`."""
 
     def __init__(self, root: FullyShardedDataParallel, device: Device) -> None:
-        """Look at an initialised root."""
         self._root = root
         self._device = device
 
     @contextmanager
     def gradient_sync(self, *, reduce: bool, is_last: bool = True) -> Iterator[None]:
-        """Reduce gradients, or keep each rank's own, whole, in the dtype of the computation.
-
-        Afterwards reduction is on again, also after an exception.
-        """
+        """Reduce gradients, or keep each rank's own, whole, in the computation's dtype; then reduction is on again."""
         del is_last  # whether FSDP1 keeps parameters gathered is its strategy's
         with nullcontext() if reduce else self._root.no_sync():
             yield
@@ -57,11 +53,7 @@ class FlatPasses:
         _forget_order(self._root)
 
     def forget_gradients(self) -> None:
-        """Drop every gradient: reduced ones, and what a backward without reduction kept.
-
-        ``zero_grad`` sees the parameters' own only. Each is a view of a flat one, which would stay until the next
-        forward.
-        """
+        """Drop every gradient, also the flat ones that the parameters' are views of, unseen by ``zero_grad``."""
         for handle in _handles(self._root):
             flat = handle.flat_param
             flat.grad = None
@@ -107,10 +99,7 @@ def _free(handle: Any) -> None:
 
 
 def _forget_order(root: FullyShardedDataParallel) -> None:
-    """Forget in which order modules ran, by which FSDP1 prefetches: it does so itself only after a backward.
-
-    Forwards without one would make the list grow forever.
-    """
+    """Forget in which order modules ran, to prefetch by: without a backward the list would grow forever."""
     for handle in _handles(root):
         handle._post_forward_index = None  # noqa: SLF001
     cast("Any", root)._exec_order_data.handles_post_forward_order.clear()  # noqa: SLF001

@@ -50,10 +50,8 @@ def load_model_state(weights: FlatWeights, state: Mapping[str, torch.Tensor]) ->
 def optimizer_state(weights: FlatWeights, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> dict[str, Any]:
     """Return the state of all trained parameters, and the groups' settings, with names in place of parameters.
 
-    Of an optimizer that has not stepped yet it comes all zero, as a place to load one into.
-
-    Raises:
-        UnsupportedError: the optimizer keeps something else than single numbers and one number for each entry.
+    Of an optimizer that has not stepped yet it comes all zero, as a place to load one into. UnsupportedError where it
+    keeps something else than single numbers and one number for each entry.
     Collectives: an all-gather of small objects, and one all-gather per unit and key.
     """
     is_fresh = not optimizer.state  # so is that of a rank whose pieces are all empty
@@ -109,7 +107,6 @@ def _collect(
     state: Entries,
     mesh: DeviceMesh,
 ) -> None:
-    """Add one key of a unit's members to the state."""
     kinds = {member.name: keys[member.name][key] for member in unit.members if key in keys.get(member.name, {})}
     dtypes = {kind for kind in kinds.values() if isinstance(kind, torch.dtype)}
     for dtype in sorted(dtypes, key=str):

@@ -4,7 +4,8 @@ Shape legend: O outputs and I inputs of a layer, R the rank of an adapter.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,7 +18,32 @@ from verl_engine.engine.weights.module_weights import Exported, LowRank, merged,
 from verl_engine.engine.weights.shards import replicas_of, shared_by
 from verl_fsdp.fsdp1.flat_unit import FlatUnit, flat_units
 from verl_fsdp.fsdp1.state import load_model_state, load_optimizer_state, model_state, optimizer_state
-from verl_fsdp.fsdp1.weight_table import WeightTable, clean_name
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTable:
+    """Meta tensors in place of full weights, under the names they had before FSDP1 made flat pieces of them.
+
+    Order is the model's; tied parameters come once.
+    """
+
+    parameters: dict[str, torch.Tensor]
+    persistent_buffers: dict[str, torch.Tensor]
+    """What a Hugging Face folder holds besides parameters."""
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> Self:
+        """Note a model that is not wrapped yet; its weights may be on the meta device already."""
+        saved = model.state_dict(keep_vars=True)
+        return cls(
+            {name: torch.empty_like(parameter, device="meta") for name, parameter in model.named_parameters()},
+            {name: torch.empty_like(buffer, device="meta") for name, buffer in model.named_buffers() if name in saved},
+        )
+
+
+def clean_name(name: str) -> str:
+    """Take the wrappers out of the path of a parameter, buffer or module."""
+    return name.replace("_fsdp_wrapped_module.", "")
 
 
 class FlatWeights(EngineWeights):
@@ -26,14 +52,7 @@ class FlatWeights(EngineWeights):
     def __init__(
         self, root: FullyShardedDataParallel, table: WeightTable, mesh: DeviceMesh, device: torch.device
     ) -> None:
-        """Take what was noted before wrapping.
-
-        Args:
-            root: the wrapped model, initialised.
-            table: the weights as they were.
-            mesh: who shares a copy of them.
-            device: of this rank.
-        """
+        """Take the initialised wrapped model, its weights as they were before, and who shares a copy of them."""
         super().__init__(root)
         self.plain = root.module
         self.parameters = {clean_name(name): parameter for name, parameter in root.named_parameters()}
@@ -60,9 +79,7 @@ class FlatWeights(EngineWeights):
     def full(self, exported: Mapping[str, Exported], names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Gather full weights, one unit at a time, adapters merged in; each is valid until the next is taken.
 
-        Weights that follow each other in one unit share an all-gather. They are the masters that the optimizer steps,
-        whatever the model computes in.
-
+        They are the masters that the optimizer steps, whatever the model computes in.
         Collectives: one all-gather for each run of weights in one unit.
         """
         gatherer = _Gatherer(self)
@@ -70,12 +87,7 @@ class FlatWeights(EngineWeights):
             yield name, gatherer.merged(exported[name])
 
     def load_full(self, exported: Mapping[str, Exported], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy full weights into the shards, in place; each rank takes its own shard. No collectives.
-
-        Raises:
-            UnsupportedError: there are adapters, and a merged weight cannot be taken apart again.
-            WeightsError: a name or shape that the model does not have, or a weight that is missing.
-        """
+        """Copy full weights into the shards; each rank takes its own shard; see the base class. No collectives."""
         for fake, whole in paired_weights(own_tensors(exported), weights, lambda own: tuple(own.shape)):
             part = self.part(fake)
             part.tensor.copy_(whole.reshape(part.view_shape)[_slices(part)])
@@ -96,12 +108,7 @@ class FlatWeights(EngineWeights):
             yield WeightShard(name, part.view_shape, part.offsets, tensor, *shared)
 
     def load_shards(self, exported: Mapping[str, Exported], shards: Iterable[WeightShard]) -> None:
-        """Take shards as `shards` yields them, in place. No collectives.
-
-        Raises:
-            UnsupportedError: there are adapters, and a merged weight cannot be taken apart again.
-            WeightsError: a name or offsets that are not this rank's, or a weight that is missing.
-        """
+        """Take shards as `shards` yields them, in place; see the base class. No collectives."""
         for fake, given in paired_shards(own_tensors(exported), shards, self._place):
             self.part(fake).tensor.copy_(given)
 
@@ -185,5 +192,4 @@ class _Gatherer:
 
 
 def _slices(part: WeightShard) -> tuple[slice, ...]:
-    """Return where a part lies in its view."""
     return tuple(slice(offset, offset + size) for offset, size in zip(part.offsets, part.tensor.shape, strict=True))

@@ -1,6 +1,5 @@
 """An fsdp2 engine, top to bottom: a Hugging Face model under PyTorch ``fully_shard``."""
 
-from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -32,19 +31,8 @@ def build(config: Fsdp2Config, model_folder: Path) -> ShardedEngine:
     weights = EngineWeights(cast("torch.nn.Module", root))
     parameters = list(weights.parameters.values())
     num_trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    return ShardedEngine(
-        config,
-        device,
-        meshes.data_parallel,
-        model_forward,
-        weights,
-        FullyShardedPasses(root, keep_unsharded=config.keep_unsharded),
-        choose_sync(config, num_trained, meshes.weights["shard"].size(), device),
-        partial(
-            clip_by_norm,
-            parameters,
-            config.max_grad_norm,
-            plain_copies=dist.get_world_size(),
-            device=device.torch_device,
-        ),
-    )
+    sync = choose_sync(config, num_trained, -(-num_trained // meshes.weights["shard"].size()), device)
+    passes = FullyShardedPasses(root, keep_unsharded=config.keep_unsharded)
+    num_ranks = dist.get_world_size()
+    clip = clip_by_norm(parameters, config.max_grad_norm, plain_copies=num_ranks, device=device.torch_device)
+    return ShardedEngine(config, device, meshes.data_parallel, model_forward, weights, passes, sync, clip)

@@ -8,11 +8,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import PreTrainedModel
 
 from verl_fsdp.config import Fsdp2Config
+from verl_fsdp.model.block_settings import compile_block, enable_recompute
 from verl_fsdp.model.blocks import blocks, in_sharding_order, outermost
-from verl_fsdp.model.compiled import compile_block
 from verl_fsdp.model.float32_parts import float32_modules
 from verl_fsdp.model.materialize import Materializer
-from verl_fsdp.model.recompute import enable_recompute
 
 _FLOAT32: Final = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
 
@@ -40,7 +39,6 @@ def shard(model: PreTrainedModel, config: Fsdp2Config, mesh: DeviceMesh, device:
 
 
 def _settings(config: Fsdp2Config, mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
-    """Return the arguments that every sharded module gets."""
     # No output_dtype: what a block hands on would no longer fit the next one's weights.
     settings: dict[str, Any] = {
         "mesh": mesh,

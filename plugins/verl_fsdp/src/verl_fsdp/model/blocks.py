@@ -40,11 +40,7 @@ def blocks(model: PreTrainedModel, config: TorchSharding) -> list[torch.nn.Modul
 def own_blocks(model: PreTrainedModel, remedy: str) -> list[torch.nn.Module]:
     """Return the modules that the model's authors say must stay whole, or else its layers; see `blocks`.
 
-    Args:
-        model: not sharded yet.
-        remedy: what the user can do where there are none; the classes of the model's modules are listed after it.
-    Raises:
-        ModelError: the model's authors name none.
+    Where there are none, ModelError says `remedy`, and lists the classes of the model's modules after it.
     """
     names = _no_split_modules(model)
     found = _of_classes(model, names) or [layer for _, _, layers in layer_lists(model) for layer in layers]
@@ -67,10 +63,9 @@ def in_sharding_order(model: torch.nn.Module, *chosen: list[torch.nn.Module]) ->
 
 
 def _named(model: PreTrainedModel, wrap: tuple[str, ...]) -> list[torch.nn.Module]:
-    """Return the modules that the user chose, but for an adapter's own.
+    """Return the modules that the user chose, but for an adapter's own, which go with what holds them.
 
-    Those go with what holds them: they are small, and peft looks at their dtype from outside, where FSDP1 would not
-    show the one they compute in.
+    They are small, and peft looks at their dtype from outside, where FSDP1 would not show the one they compute in.
     """
     adapters = {id(module) for path, module in model.named_modules() if is_adapter_weight(f"{path}.")}
     found = [module for module in _of_classes(model, set(wrap)) if id(module) not in adapters]
@@ -116,7 +111,6 @@ def _no_split_modules(model: PreTrainedModel) -> set[str]:
 
 
 def _of_classes(model: torch.nn.Module, names: set[str]) -> list[torch.nn.Module]:
-    """Return the modules of some classes, inner ones first, each once."""
     inner_first: dict[int, torch.nn.Module] = {}
     for module in _inner_first(model):
         inner_first.setdefault(id(module), module)

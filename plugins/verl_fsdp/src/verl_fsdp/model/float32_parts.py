@@ -4,7 +4,6 @@ A sharded module is gathered in one dtype. Where it holds only weights that tran
 router, it computes as transformers does. Where it holds others too, it computes in float32 as a whole.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -24,11 +23,7 @@ def float32_parameters(model: PreTrainedModel, config: ShardedConfig) -> set[str
 def float32_modules(model: PreTrainedModel, config: ShardedConfig) -> list[torch.nn.Module]:
     """Find the modules to shard in float32, and let those with other weights too cast what goes in and comes out.
 
-    Args:
-        model: not sharded yet.
-        config: of the engine.
-    Returns:
-        Those that are called, in no order; never the model itself.
+    They come in no order, and all of them are called; the model itself is never among them.
     """
     kept = float32_parameters(model, config)
     found: dict[str, torch.nn.Module] = {}
@@ -42,8 +37,10 @@ def float32_modules(model: PreTrainedModel, config: ShardedConfig) -> list[torch
     dtype = getattr(torch, config.param_dtype)
     for path, module in outermost.items():
         if any(f"{path}.{name}" not in kept for name, _ in module.named_parameters()):
-            module.register_forward_pre_hook(functools.partial(_cast_inputs, torch.float32), with_kwargs=True)
-            module.register_forward_hook(functools.partial(_cast_outputs, dtype))
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs: (_cast(args, torch.float32), _cast(kwargs, torch.float32)), with_kwargs=True
+            )
+            module.register_forward_hook(lambda _module, _args, output: _cast(output, dtype))
     return list(outermost.values())
 
 
@@ -58,14 +55,6 @@ def _called(model: torch.nn.Module, name: str) -> str:
             return path
         path = parent_path
     return path
-
-
-def _cast_inputs(dtype: torch.dtype, _module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-    return _cast(args, dtype), _cast(kwargs, dtype)
-
-
-def _cast_outputs(dtype: torch.dtype, _module: torch.nn.Module, _args: Any, output: Any) -> Any:
-    return _cast(output, dtype)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

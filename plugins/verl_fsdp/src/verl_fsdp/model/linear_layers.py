@@ -19,10 +19,9 @@ _WEIGHT: Final = re.compile(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|si
 
 
 def linear_layers(model: PreTrainedModel) -> tuple[list[str], dict[str, str]]:
-    """Name the linear layers but output layer and value head, in the model's order.
+    """Name, in the model's order, linear layers that can have an adapter; and those that cannot, with the reason.
 
-    Returns:
-        Those that can have an adapter; and those that cannot, with the reason.
+    The output layer and a value head are left out.
     """
     output = model.get_output_embeddings()  # its weight may be the embedding's, and log-probs do not call it
     head = value_head(model)

@@ -8,15 +8,16 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from verl_engine.contract.errors import ModelError
 from verl_engine.contract.model_code import why_not_loaded
+from verl_engine.engine.weights.critic_config import become_critic
 from verl_fsdp.config import ShardedConfig
 from verl_fsdp.model.lora import inject_adapters
 from verl_fsdp.model.packable import choose_attention
 from verl_fsdp.model.trial import require_replay
-from verl_fsdp.model.value_head import auto_class, load_arguments, what_it_is
 
 _LOG = logging.getLogger(__name__)
 _NUM_NAMED = 10
@@ -28,12 +29,8 @@ def load_model(config: ShardedConfig, model_folder: Path, attention: str | None 
     Only rank 0 reads the folder, so the memory of a machine does not grow with its ranks. The others' parameters and
     buffers are on the meta device; `verl_fsdp.model.materialize` fills them. Weights are float32, or ``param_dtype``
     where there is nothing to train. What the folder lacks is drawn by ``seed``. The process's own random numbers are
-    left alone.
+    left alone. `attention` is transformers' name of a function; by default what `choose_attention` finds right.
 
-    Args:
-        config: the ``engine`` section.
-        model_folder: of Hugging Face's kind.
-        attention: transformers' name of an attention function; by default what `choose_attention` finds right.
     Raises:
         ModelError: the folder does not hold such a model; the cause is chained on rank 0, and every rank raises it.
     Collectives: a broadcast from rank 0, and one all-gather, of small objects.
@@ -90,20 +87,36 @@ def _read(config: ShardedConfig, model_folder: Path, attention: str | None) -> P
     except ModelError:
         raise
     except Exception as error:  # transformers, safetensors and a model's own code raise all kinds
+        what_it_is = "critic (token classifier)" if config.head == "value" else "causal LM"
         raise ModelError(
-            f"model folder {model_folder} does not hold a {what_it_is(config)} that transformers can load: "
+            f"model folder {model_folder} does not hold a {what_it_is} that transformers can load: "
             f"{why_not_loaded(error)}"
         ) from error
     _report(model, model_folder, info)
     return cast("PreTrainedModel", model)
 
 
-def _require_plain(model: Any, model_folder: Path) -> None:
-    """Refuse what could not be trained, or not be saved as it was: adapters that the folder brings, narrow integers.
+def auto_class(config: ShardedConfig) -> Any:
+    """Return transformers' class to load the model with.
 
-    Raises:
-        ModelError: it is so.
+    A critic is a model for token classification whose single label is the value: its last layer takes the place of a
+    language model's. Loaded from the folder of a language model it is drawn anew; a folder of a critic has it.
     """
+    is_critic = config.head == "value"
+    return transformers.AutoModelForTokenClassification if is_critic else transformers.AutoModelForCausalLM
+
+
+def load_arguments(config: ShardedConfig, model_folder: Path) -> dict[str, Any]:
+    """Return further arguments of ``from_pretrained``; ModelError where no critic exists, see `become_critic`."""
+    if config.head != "value":
+        return {}
+    critic = transformers.AutoConfig.from_pretrained(model_folder, local_files_only=True, trust_remote_code=False)
+    become_critic(critic, model_folder)
+    return {"config": critic}
+
+
+def _require_plain(model: Any, model_folder: Path) -> None:
+    """Refuse what could not be trained, or not be saved as it was: adapters that the folder brings, narrow integers."""
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ModelError(
             f"model folder {model_folder} holds an adapter beside the model (adapter_config.json); merge it first "
@@ -119,7 +132,6 @@ def _require_plain(model: Any, model_folder: Path) -> None:
 def _skeleton(
     config: ShardedConfig, model_class: type[Any], model_config: PreTrainedConfig, attention: str
 ) -> PreTrainedModel:
-    """Build the same model without reading or allocating weights."""
     with _seeded(config.seed), torch.device("meta"):
         model = model_class._from_config(  # noqa: SLF001 - what from_config calls once it knows the class
             model_config, dtype=_stored_dtype(config), attn_implementation=attention
@@ -139,11 +151,7 @@ def _finish(model: PreTrainedModel, config: ShardedConfig) -> None:
 
 
 def _report(model: torch.nn.Module, model_folder: Path, info: dict[str, Any]) -> None:
-    """Say what of the folder and the model did not meet.
-
-    Raises:
-        ModelError: a weight has another shape, or the folder holds not a single one of the model's.
-    """
+    """Say what of the folder and the model did not meet; refuse other shapes, and a folder with none of the weights."""
     mismatched = sorted(str(entry) for entry in info.get("mismatched_keys", ()))
     missing = sorted(info.get("missing_keys", ()))
     unexpected = sorted(info.get("unexpected_keys", ()))

@@ -32,12 +32,9 @@ _LOG: Final = logging.getLogger(__name__)
 def inject_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
     """Put an adapter beside each chosen layer, in place; freeze all else but a value head.
 
-    The adapter begins without effect: B is 0. A model on the meta device gets its adapters there too.
+    The adapter begins without effect: B is 0, and A is drawn by `seed`, which leaves this process's random numbers as
+    they are. A model on the meta device, before it is sharded, gets its adapters there too.
 
-    Args:
-        model: before it is sharded.
-        lora: what to adapt.
-        seed: of A. This process's random numbers are left as they are.
     Raises:
         ModelError: peft is missing, the model has no such linear layers, or peft adapts others.
     """
@@ -71,11 +68,7 @@ def inject_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int) -> None
 
 
 def _check_injected(model: PreTrainedModel, targets: list[str], plain_names: set[str]) -> None:
-    """Compare the layers that have adapters with those asked for, and the names to be exported with the plain model's.
-
-    Raises:
-        ModelError: they differ: what would be trained, or saved, is not what was asked for.
-    """
+    """Refuse adapters of other layers than asked for, and weights that would be exported under other names."""
     adapted = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
     exported = {name.replace(_BASE, ".") for name in model.state_dict() if not is_adapter_weight(name)}
     for what, found, expected in (("layers", adapted, set(targets)), ("weights", exported, plain_names)):
@@ -88,11 +81,7 @@ def _check_injected(model: PreTrainedModel, targets: list[str], plain_names: set
 
 
 def import_peft() -> Any:
-    """Import peft.
-
-    Raises:
-        ModelError: it is not installed, or broken; the cause is chained.
-    """
+    """Import peft; ModelError, with the cause chained, where it is not installed, or broken."""
     try:
         return importlib.import_module("peft")
     except ImportError as error:
@@ -104,11 +93,8 @@ def import_peft() -> Any:
 def target_names(model: PreTrainedModel, patterns: tuple[str, ...]) -> list[str]:
     """Return the full names of the linear layers that get an adapter, in the model's order.
 
-    Args:
-        model: not adapted yet.
-        patterns: names, ends of names after a dot, or ``all-linear``. Output layer and value head are never meant.
-    Raises:
-        ModelError: a pattern fits no linear layer, or one that is not called as such.
+    Patterns are names, ends of names after a dot, or ``all-linear``; output layer and value head are never meant.
+    ModelError where one fits no linear layer, or one that is not called as such.
     """
     adaptable, others = linear_layers(model)
     chosen: set[str] = set()
@@ -175,12 +161,7 @@ def _short(model: torch.nn.Module, names: list[str]) -> list[str]:
 
 
 def low_rank_exports(exported: dict[str, Exported], lora: LoraConfig) -> dict[str, Exported]:
-    """Turn exports of an adapted model into those of a plain one: plain names, each adapter merged into its weight.
-
-    Args:
-        exported: by the names that an adapted model's weights have.
-        lora: what the adapters were made with.
-    """
+    """Turn exports of an adapted model into those of a plain one: plain names, each adapter merged into its weight."""
     suffix = f".{ADAPTER}.weight"
     plain: dict[str, Exported] = {}
     for name, entry in exported.items():
@@ -221,10 +202,7 @@ def adapter_config(model: torch.nn.Module) -> dict[str, Any]:
 def save_adapter(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
     """Write a folder that ``peft.PeftModel.from_pretrained`` loads onto the base model; see `write_folder`.
 
-    Args:
-        model: adapted.
-        weights: whole ones of all that is trained, by `peft_name`.
-        folder: replaced if it exists.
+    Takes whole weights of all that is trained, by `peft_name`.
     Collectives: those of taking the weights, then a broadcast.
     """
     state = kept_by_first_rank(weights)

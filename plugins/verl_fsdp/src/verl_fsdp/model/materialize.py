@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from verl_engine.contract.errors import ModelError
 from verl_engine.engine.weights.shards import offsets_and_shape, shard_of
 
-Kind = str
 _KINDS: Final = ("parameter", "buffer", "attribute")
 
 
@@ -20,7 +19,7 @@ class Place:
     """Where a module holds a tensor."""
 
     module: str
-    kind: Kind
+    kind: str
     """``attribute``: neither parameter nor buffer, such as transformers' older copies of rotary frequencies."""
     name: str
 
@@ -71,10 +70,7 @@ class Materializer:
             self._agree()
 
     def __call__(self, module: torch.nn.Module) -> None:
-        """Fill one module, with all inside it, from rank 0.
-
-        Collectives: a broadcast for each tensor that was not filled yet, over all ranks.
-        """
+        """Fill one module, with all inside it. Collectives: a broadcast for each tensor that was not filled yet."""
         inside = {id(inner) for inner in module.modules()}
         due: list[Entry] = []
         later: list[Entry] = []
@@ -141,13 +137,11 @@ class Materializer:
         return value
 
     def _held(self, place: Place) -> torch.Tensor:
-        """Return what is in a place now."""
         tensor = _members(self._modules[place.module], place.kind)[place.name]
         assert tensor is not None
         return tensor.detach()
 
     def _put(self, entry: Entry, value: torch.Tensor) -> None:
-        """Set a tensor in all its places."""
         held = torch.nn.Parameter(value, requires_grad=entry.requires_grad) if entry.is_parameter else value
         for place in entry.places:
             _members(self._modules[place.module], place.kind)[place.name] = held
@@ -189,7 +183,7 @@ def _entries(model: torch.nn.Module) -> Iterator[Entry]:
         yield Entry(found, tensor.shape, tensor.dtype, tensor.requires_grad)
 
 
-def _members(module: torch.nn.Module, kind: Kind) -> MutableMapping[str, torch.Tensor | None]:
+def _members(module: torch.nn.Module, kind: str) -> MutableMapping[str, torch.Tensor | None]:
     if kind == "parameter":
         return cast("MutableMapping[str, torch.Tensor | None]", module._parameters)  # noqa: SLF001 - to set a tied one
     return module._buffers if kind == "buffer" else vars(module)  # noqa: SLF001 - as above

@@ -24,10 +24,8 @@ def choose_attention(model: PreTrainedModel, config: ShardedConfig) -> None:
     A packed model mixes tokens by our attention only. A convolution or a recurrent state would run from one sequence
     into the next, and so would an attention that transformers' registry does not lead to. Such models get one sequence
     a row: right, though padded. In rows too, what transformers' sdpa would leave out (a soft cap) is computed eagerly.
+    The model has its weights, in memory, as transformers loads it by default.
 
-    Args:
-        model: with its weights, in memory; as transformers loads it by default.
-        config: of the engine.
     Raises:
         ModelError: ``sequence_parallel_size`` needs packing, or does not divide the attention heads; or the model is
             no causal one, or too large to be tried.
@@ -51,11 +49,7 @@ def choose_attention(model: PreTrainedModel, config: ShardedConfig) -> None:
 
 
 def check_heads(model: PreTrainedModel, config: ShardedConfig) -> None:
-    """Check that the ranks which split sequences can divide the attention heads.
-
-    Raises:
-        ModelError: they cannot.
-    """
+    """Raise ModelError where the ranks that split sequences cannot divide the attention heads."""
     heads = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", None)
     if isinstance(heads, int) and heads % config.sequence_parallel_size:
         raise ModelError(

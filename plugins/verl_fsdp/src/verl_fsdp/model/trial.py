@@ -34,12 +34,12 @@ class _TooLargeError(ModelError):
 def tell_sequences_apart(model: PreTrainedModel, attention: str) -> str | None:
     """Set an attention, run a few tokens together with it, and alone eagerly; say what is wrong, or None.
 
-    The model runs on the CPU, through its first layers until each kind of layer had its turn: a trial of a big model
-    costs what a few of its layers do. In evaluation mode, without gradient.
+    The model, with its weights, runs on the CPU, through its first layers until each kind of layer had its turn: a
+    trial of a big model costs what a few of its layers do. In evaluation mode, without gradient. In a dtype below
+    float32 only whether it runs is looked at, for rounding alone may send tokens to other experts.
 
     Args:
-        model: with its weights. In a dtype shorter than float32 only whether it runs is looked at, for rounding alone
-            may send tokens to other experts.
+        model: not sharded.
         attention: ours, for sequences end to end; or one of transformers', for one per row, padded on the right.
     Raises:
         ModelError: so many of its weights would have to run that it is not tried.
@@ -57,10 +57,8 @@ def tell_sequences_apart(model: PreTrainedModel, attention: str) -> str | None:
 def require_replay(model: PreTrainedModel) -> None:
     """Check that tokens can be sent through given experts: their own change nothing, and others do.
 
-    Args:
-        model: with its weights, as `tell_sequences_apart` takes it; not packed yet.
-    Raises:
-        ModelError: it has no experts, or chooses them in another way.
+    The model is one that `tell_sequences_apart` takes, not packed yet; ModelError where it has no experts, or chooses
+    them in another way.
     """
     replay = RouterReplay(model)
     ids = _rows(model)[1][None]

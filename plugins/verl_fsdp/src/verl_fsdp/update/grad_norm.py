@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -56,16 +56,9 @@ def clip_gradients(
 ) -> torch.Tensor:
     """Scale all gradients down so that their norm is at most `max_norm`; as torch's ``clip_grad_norm_``.
 
-    Leaves them untouched where the norm is not finite: clipping by it would write NaN into every one of them.
-
-    Args:
-        parameters: as `grad_norm` took them.
-        norm: what it returned.
-        max_norm: of the gradient without `scale`.
-        scale: factor on all gradients, of a loss scale; divided out in the same pass.
-    Returns:
-        The norm of the gradient without `scale`, before clipping.
-    Collectives: none.
+    Leaves them untouched where the norm is not finite: clipping by it would write NaN into every one of them. `norm` is
+    what `grad_norm` returned; `scale` a factor of a loss scale on all gradients, which is divided out in the same pass.
+    Returns the norm of the gradient without `scale`, before clipping. No collectives.
     """
     unscaled = norm / scale
     value = float(unscaled)
@@ -78,17 +71,16 @@ def clip_gradients(
 
 
 def clip_by_norm(
-    parameters: Iterable[torch.nn.Parameter],
-    max_norm: float,
-    scale: float,
-    *,
-    plain_copies: int,
-    device: torch.device,
-) -> torch.Tensor:
-    """Clip by the norm over all ranks; see `grad_norm` and `clip_gradients`."""
+    parameters: Iterable[torch.nn.Parameter], max_norm: float, *, plain_copies: int, device: torch.device
+) -> Callable[[float], torch.Tensor]:
+    """Return what clips by the norm over all ranks, given the scale of all gradients; see `grad_norm`."""
     trained = list(parameters)
-    norm = grad_norm(trained, None, plain_copies=plain_copies, device=device)
-    return clip_gradients(trained, norm, max_norm, scale)
+
+    def clip(scale: float) -> torch.Tensor:
+        norm = grad_norm(trained, None, plain_copies=plain_copies, device=device)
+        return clip_gradients(trained, norm, max_norm, scale)
+
+    return clip
 
 
 def _gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
@@ -96,7 +88,6 @@ def _gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of it, live."""
     if not isinstance(gradient, DTensor):
         return gradient
     assert not any(isinstance(placement, Partial) for placement in gradient.placements), gradient.placements

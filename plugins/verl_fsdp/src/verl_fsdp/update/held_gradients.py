@@ -33,40 +33,27 @@ class SyncChoice:
     reason: str
     """Why this mode, in a few words."""
 
-    @property
-    def every_micro_batch(self) -> bool:
-        """Whether each micro-batch is reduced."""
-        return self.mode == "every_micro_batch"
-
 
 def choose_sync(
-    config: ShardedConfig,
-    num_trained: int,
-    shard_ranks: int,
-    device: Device,
-    *,
-    must_reduce: str = "",
-    num_own: int | None = None,
+    config: ShardedConfig, num_trained: int, num_own: int, device: Device, *, must_reduce: str = ""
 ) -> SyncChoice:
     """Decide as ``gradient_sync`` says; for ``auto`` by memory. Logs the choice, once, on the first rank.
 
-    A rank holds 4 bytes for each trained parameter when it reduces at the last micro-batch only, whatever
-    ``param_dtype`` is, and 4 / `shard_ranks` when it reduces at each.
+    Whatever ``param_dtype`` is, an entry takes 4 bytes.
 
     Args:
         config: the ``engine`` section.
-        num_trained: entries of all trained parameters, whole ones.
-        shard_ranks: ranks that share one copy of the weights.
+        num_trained: entries of the trained parameters that a rank gathers, which it holds when it reduces at the last
+            micro-batch only.
+        num_own: entries of its own shards of them, which it holds when it reduces at each; the same on every rank.
         device: of this rank.
-        num_own: entries of a rank's own shards, where ranks do not share all parameters alike; then `num_trained`
-            counts those that a rank gathers, and `shard_ranks` has no effect.
         must_reduce: why ``auto`` may not hold gradients back, where the backend cannot do so in float32.
     Collectives: for ``auto`` one all-reduce over all ranks: those with the least memory decide for all.
     """
     if config.forward_only:
         num_trained = num_own = 0
     last_bytes = num_trained * _BYTES
-    every_bytes = -(-last_bytes // shard_ranks) if num_own is None else num_own * _BYTES
+    every_bytes = num_own * _BYTES
     mode, reason = config.gradient_sync, "as configured"
     if mode == "auto":
         budget, limit = _budget(config, device)
@@ -94,7 +81,6 @@ def choose_sync(
 
 
 def _budget(config: ShardedConfig, device: Device) -> tuple[int, str]:
-    """Return how many bytes of gradients every rank can hold, and that in words."""
     if config.held_gradient_bytes is not None:
         own = config.held_gradient_bytes
     else:

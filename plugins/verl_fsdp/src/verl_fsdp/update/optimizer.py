@@ -24,14 +24,10 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer over what is trained.
 
-    Parameters of one dim (norms, biases) have no weight decay, unless ``decay_vectors`` or their group says so. A
-    group's rate is the engine's times its ``learning_rate_scale``, and follows the schedule.
+    Parameters of one dim (norms, biases) have no weight decay, unless ``decay_vectors`` or their group says so;
+    `num_dims` has the dims of whole parameters where their shards do not show them. A group's rate is the engine's
+    times its ``learning_rate_scale``, and follows the schedule.
 
-    Args:
-        parameters: by Hugging Face name; frozen ones are left out.
-        config: the ``engine`` section.
-        device: of this rank.
-        num_dims: dims of each whole parameter, where its shard does not show them.
     Raises:
         ConfigError: the class cannot be found or is no optimizer, it refuses what it is given, or the pattern of a
             group matches no trained parameter.
@@ -60,11 +56,7 @@ def build_optimizer(
 
 
 def find_class(path: str) -> type[torch.optim.Optimizer]:
-    """Import an optimizer's class by its dotted path.
-
-    Raises:
-        ConfigError: there is no such class, it is no ``torch.optim.Optimizer``, or its step needs a closure.
-    """
+    """Import an optimizer's class; ConfigError where there is none, it is no optimizer, or its step needs a closure."""
     module_name, _, name = path.rpartition(".")
     try:
         module = importlib.import_module(module_name)
@@ -93,9 +85,6 @@ def require_entrywise(config: ShardedConfig) -> None:
 
     That cuts parameters anywhere, as vectors: the steps would differ with the number of ranks, silently. So a
     small matrix is stepped as a whole, and in two pieces. What cannot be tried on the CPU is taken.
-
-    Raises:
-        ConfigError: the steps differ.
     """
     kind = find_class(config.optimizer)
     options = {"lr": 0.5, "weight_decay": config.weight_decay, **config.optimizer_options}

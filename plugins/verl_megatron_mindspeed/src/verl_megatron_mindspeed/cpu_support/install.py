@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from verl_engine.patching.patches import patch
-from verl_megatron_mindspeed.cpu_support import torch_on_cpu
+from verl_megatron_mindspeed.cpu_support import cuda_on_cpu, torch_on_cpu
 from verl_megatron_mindspeed.cpu_support.patch_list import (
     DISPATCH_PATCH,
     GET_RANDOM_PATCH,
@@ -33,7 +33,7 @@ def install() -> None:
         patch(declared.target, lambda _: torch_on_cpu)
     for declared in TENSOR_PATCHES:
         patch(declared.target, with_tensors_like_cuda)
-    patch(GET_RANDOM_PATCH.target, lambda _: _get_rng_state)
+    patch(GET_RANDOM_PATCH.target, lambda _: cuda_on_cpu.get_rng_state)
     patch(SET_RANDOM_PATCH.target, lambda _: _set_rng_state)
     patch(DISPATCH_PATCH.target, _making_numpy)
     patch(ROUTER_PATCH.target, lambda _: _router_gating_linear)
@@ -47,13 +47,7 @@ def _is_no_false_alarm(record: logging.LogRecord) -> bool:
     return "CPU RNG state changed" not in record.getMessage()
 
 
-def _get_rng_state(*_: object, **__: object) -> torch.Tensor:
-    """Return the state of the CPU's generator."""
-    return torch.get_rng_state()
-
-
 def _set_rng_state(new_state: torch.Tensor, *_: object, **__: object) -> None:
-    """Set the CPU's generator."""
     torch.set_rng_state(new_state)
 
 
@@ -70,13 +64,6 @@ def _making_numpy(move: Callable[..., Any]) -> Callable[..., Any]:
 def _router_gating_linear(
     inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, router_dtype: torch.dtype
 ) -> torch.Tensor:
-    """Score experts in the router's dtype.
-
-    Args:
-        inp: [..., hidden], any floating-point dtype.
-        weight: [experts, hidden].
-        bias: [experts], or None.
-        router_dtype: of the result, [..., experts].
-    """
+    """Score experts, [..., experts] in the router's dtype, for [..., hidden] of any dtype."""
     wide_bias = None if bias is None else bias.to(router_dtype)
     return torch.nn.functional.linear(inp.to(router_dtype), weight.to(router_dtype), wide_bias)

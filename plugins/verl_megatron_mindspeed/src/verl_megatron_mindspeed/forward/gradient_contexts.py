@@ -19,12 +19,6 @@ class PipelineContexts(AbstractContextManager["PipelineContexts"]):
     """Enters one context for each micro-batch; all are left at the end, after an exception too."""
 
     def __init__(self, given: MicroBatchPass, chunks: Sequence[torch.nn.Module]) -> None:
-        """Enter nothing yet.
-
-        Args:
-            given: makes the contexts; micro-batches that only fill the schedule up have none.
-            chunks: this rank's parts of the model, as Megatron's DistributedDataParallel.
-        """
         self._gradient_sync = given.gradient_sync
         self._num_micro_batches = len(given.micro_batches)
         self._chunks: Sequence[Any] = chunks

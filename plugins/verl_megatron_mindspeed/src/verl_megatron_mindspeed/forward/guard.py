@@ -14,12 +14,11 @@ import torch
 from megatron.core.pipeline_parallel.schedules import custom_backward
 
 
+@dataclass(slots=True)
 class Guard:
     """What went wrong on this rank, first of all."""
 
-    def __init__(self) -> None:
-        """Nothing yet."""
-        self.failure: Exception | None = None
+    failure: Exception | None = None
 
     def note(self, error: Exception) -> None:
         """Keep the first."""

@@ -20,6 +20,7 @@ from verl_megatron_mindspeed.parallel import Parallel
 class Layout:
     """What goes into the model, and where in its output the loss tokens are predicted."""
 
+    batch: PackedBatch
     input_ids: torch.Tensor
     """[1, t] int64."""
     position_ids: torch.Tensor
@@ -33,23 +34,17 @@ class Layout:
     """[max(m, 1), N] int64: the tokens that they predict, and other ids; see `scored_ids`."""
     loss_positions: torch.Tensor
     """[m] int64: indices of those among the T."""
-    num_tokens: int
-    """T."""
     source: torch.Tensor
     """[t] int64: for each token that goes in its index among the T, -1 for filling."""
-    top_k: int
-    """How many of the N are yet to be found."""
+    is_filling: bool
+    """Whether the micro-batch is only there to make up the number that the schedule needs."""
 
 
-def lay_out(batch: PackedBatch, parallel: Parallel, *, sequence_parallel: bool) -> Layout:
-    """Lay a micro-batch out for this rank.
+def lay_out(batch: PackedBatch, parallel: Parallel, *, sequence_parallel: bool, is_filling: bool = False) -> Layout:
+    """Lay a micro-batch, the same on all ranks that split the model, out for this rank.
 
-    Args:
-        batch: the same on all ranks that split the model.
-        parallel: who splits what.
-        sequence_parallel: whether tensor-parallel ranks divide the t tokens between them outside attention.
-
-    No collectives. With context parallelism the host waits for the device once.
+    With `sequence_parallel` tensor-parallel ranks divide the t tokens between them outside attention. No collectives;
+    with context parallelism the host waits for the device once.
     """
     context, device = parallel.context, batch.input_ids.device
     multiple = parallel.tensor.size if sequence_parallel else 1
@@ -67,7 +62,7 @@ def lay_out(batch: PackedBatch, parallel: Parallel, *, sequence_parallel: bool) 
     if not losses.numel():
         rows, targets = rows.new_zeros(1), targets.new_zeros(1, targets.shape[1])
     packed = _packed_sequences(places.lengths, device)
-    return Layout(ids_t[None], position_t[None], packed, rows, targets, losses, batch.num_tokens, source_t, batch.top_k)
+    return Layout(batch, ids_t[None], position_t[None], packed, rows, targets, losses, source_t, is_filling)
 
 
 def _packed_sequences(lengths: tuple[int, ...], device: torch.device) -> PackedSeqParams:

@@ -78,8 +78,6 @@ def _top_ids(logits: torch.Tensor, top_k: int, first: int, group: dist.ProcessGr
 
 
 class _SplitLogProbs(torch.autograd.Function):
-    """See the module's docstring."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -92,7 +90,8 @@ class _SplitLogProbs(torch.autograd.Function):
         highest_M = _highest(logits, temperature, group)
         # The sums of exp z, of exp z * z, and the targets' z, where z is counted from the highest.
         sums_FM = highest_M.new_zeros(2 + targets.shape[1], logits.shape[0])
-        is_here_MN, place_MN = _places_of(targets, logits.shape[1])
+        is_here_MN = (targets >= 0) & (targets < logits.shape[1])
+        place_MN = targets.clamp(0, max(logits.shape[1] - 1, 0))  # of those that are not here, any
         ctx.holds_exp = ctx.needs_input_grad[0] and entropy == "off" and logits.dtype == highest_M.dtype
         for rows in _blocks(logits):
             block = logits.detach()[rows]
@@ -106,7 +105,8 @@ class _SplitLogProbs(torch.autograd.Function):
                 exp_mv = z_mv.exp()
                 sums_FM[0, rows] = exp_mv.sum(1)
                 sums_FM[1, rows] = exp_mv.mul_(z_mv).sum(1)
-        _sum_over(sums_FM, group)
+        if group is not None:
+            dist.all_reduce(sums_FM, group=group)
         log_sum_M = sums_FM[0].log()
         logp_MN = (sums_FM[2:] - log_sum_M).T.contiguous()
         entropy_M = log_sum_M - sums_FM[1] / sums_FM[0]
@@ -156,17 +156,6 @@ def _highest(logits: torch.Tensor, temperature: Temperature, group: dist.Process
     if group is not None:
         dist.all_reduce(highest_M, op=dist.ReduceOp.MAX, group=group)
     return highest_M
-
-
-def _places_of(targets_MN: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Say which targets are on this rank, and at which of its entries; elsewhere at any."""
-    is_here_MN = (targets_MN >= 0) & (targets_MN < width)
-    return is_here_MN, targets_MN.clamp(0, max(width - 1, 0))
-
-
-def _sum_over(values: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    if group is not None:
-        dist.all_reduce(values, group=group)
 
 
 def _blocks(logits: torch.Tensor) -> Iterator[slice]:

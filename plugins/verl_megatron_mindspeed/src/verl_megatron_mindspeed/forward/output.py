@@ -13,7 +13,7 @@ from megatron.core import tensor_parallel
 from verl_engine.batch.packed import PackedBatch
 from verl_engine.engine.sum_over_group import sum_over_group
 from verl_engine.engine.temperature import Temperature, rows_of
-from verl_engine.engine.token_output import TokenOutput, columns_of, numbers_of
+from verl_engine.engine.token_output import columns_of, numbers_of
 from verl_engine.engine.top_k import require_top_k
 from verl_megatron_mindspeed.config import MegatronConfig
 from verl_megatron_mindspeed.forward.layout import Layout
@@ -25,13 +25,10 @@ class LossRows:
     """Lets a model's output layer see only what predicts loss tokens: logits are the largest tensor."""
 
     def __init__(self, layer: torch.nn.Module, tensor_group: Group, *, sequence_parallel: bool) -> None:
-        """Take hold of the layer's input.
+        """Take hold of the input of the model's last layer.
 
-        Args:
-            layer: the model's last one.
-            tensor_group: the tensor-parallel ranks.
-            sequence_parallel: whether they hold different tokens of its input. It is gathered here then, since each
-                has another number of loss tokens, and the layer is told that it is whole.
+        With `sequence_parallel` the tensor-parallel ranks hold different tokens of it. It is gathered here then, since
+        each has another number of loss tokens, and the layer is told that it is whole.
         """
         self._gathers = sequence_parallel
         self._group = tensor_group
@@ -61,13 +58,7 @@ class Head:
     """Turns the model's output into per-token numbers, as the config asks for them."""
 
     def __init__(self, config: MegatronConfig, parallel: Parallel, vocab_size: int) -> None:
-        """Remember what to compute.
-
-        Args:
-            config: of the engine.
-            parallel: who splits what.
-            vocab_size: how many tokens there are, without what fills the output layer up.
-        """
+        """Remember what to compute; `vocab_size` does not count what fills the output layer up."""
         self._is_value = config.head == "value"
         self._entropy = config.entropy
         self._tensor = parallel.tensor
@@ -88,24 +79,23 @@ class Head:
         Collectives: over tensor-parallel ranks those of `split_log_probs`; over context-parallel ranks an all-reduce.
         """
         numbers_mF = output[0].float() if self._is_value else self._of_logits(output[0], layout, temperature)
-        zeros_TF = numbers_mF.new_zeros(layout.num_tokens, numbers_mF.shape[1])
+        zeros_TF = numbers_mF.new_zeros(layout.batch.num_tokens, numbers_mF.shape[1])
         own_mF = numbers_mF[: layout.loss_positions.shape[0]]  # without the row that predicts nothing
         return sum_over_group(zeros_TF.index_put((layout.loss_positions,), own_mF), self._context)
-
-    def token_output(self, numbers_TF: torch.Tensor, batch: PackedBatch) -> TokenOutput:
-        """Name the numbers of a micro-batch."""
-        return TokenOutput.of(numbers_TF, self.columns(batch))
 
     def _of_logits(self, logits_mv: torch.Tensor, layout: Layout, temperature: Temperature) -> torch.Tensor:
         first = self._tensor.rank * logits_mv.shape[1]
         # What fills the vocabulary up to a number that all ranks can divide comes last, and has no probability.
         num_real = min(max(self._vocab_size - first, 0), logits_mv.shape[1])
-        targets_mN, top_k = layout.targets, layout.top_k
+        targets_mN, top_k = layout.targets, layout.batch.top_k
         require_top_k(top_k, self._vocab_size)
+        temperature = rows_of(temperature, layout.loss_positions)
+        if isinstance(temperature, torch.Tensor) and not temperature.numel():
+            temperature = temperature.new_ones(1)  # of the row that predicts nothing
         logp_mN, entropy_m = split_log_probs(
             logits_mv[:, :num_real],
             targets_mN,
-            self._of_rows(temperature, layout),
+            temperature,
             self._entropy,
             first=first,
             group=self._tensor.group if self._tensor.size > 1 else None,
@@ -114,9 +104,3 @@ class Head:
         # An id that no rank has would seem to have a log-prob; elsewhere torch refuses it.
         logp_mN = logp_mN.masked_fill(targets_mN >= self._vocab_size, torch.nan)
         return numbers_of(logp_mN, entropy_m, targets_mN, top_k)
-
-    @staticmethod
-    def _of_rows(temperature: Temperature, layout: Layout) -> Temperature:
-        """Return the temperatures of the rows, [max(m, 1)], or the one number."""
-        found = rows_of(temperature, layout.loss_positions)
-        return found.new_ones(1) if isinstance(found, torch.Tensor) and not found.numel() else found

@@ -17,11 +17,8 @@ if TYPE_CHECKING:
 def exclude_padding_token(embedding: Any, token: int | None, num_tokens: int, tensor_group: Group) -> None:
     """Stop gradients where the padding token is looked up. A tied output layer trains it on, as in transformers.
 
-    Args:
-        embedding: Megatron's word embeddings.
-        token: the padding token, counted from the end where it is negative; None where there is none.
-        num_tokens: the size of the vocabulary.
-        tensor_group: the tensor-parallel ranks, which may have a part each of what is looked up.
+    The token is counted from the end where it is negative, and None where there is none. Tensor-parallel ranks may have
+    a part each of what is looked up.
     """
     if token is None:
         return

@@ -12,14 +12,8 @@ from verl_megatron_mindspeed.parallel import Parallel
 
 
 def agree(parallel: Parallel, failure: Exception | None, keys: tuple[Key, ...] = ()) -> tuple[Key, ...]:
-    """Raise on all ranks of a pipeline what went wrong on one.
+    """Raise on all ranks of a pipeline what went wrong on one; return the last stage's keys of metrics.
 
-    Args:
-        parallel: whose pipeline.
-        failure: what went wrong on this rank.
-        keys: what there is of metrics, where this is the last stage.
-    Returns:
-        Those of the last stage.
     Raises:
         Exception: `failure`, or else that of the first stage that has one; an EngineError that describes it where it
             cannot be pickled.
@@ -38,14 +32,10 @@ def agree(parallel: Parallel, failure: Exception | None, keys: tuple[Key, ...] =
 
 
 def from_last_stage(values: torch.Tensor, parallel: Parallel) -> torch.Tensor:
-    """Return the last stage's values on every rank of a pipeline; a broadcast, in place on the others.
-
-    Args:
-        values: of the same shape and dtype everywhere.
-        parallel: whose pipeline.
-    """
-    if parallel.pipeline.size > 1:
-        dist.broadcast(values, src=parallel.last_stage, group=parallel.pipeline.group)
+    """Return the last stage's values, in place, on every rank of a pipeline, which have the same shape; a broadcast."""
+    pipeline = parallel.pipeline
+    if pipeline.size > 1:
+        dist.broadcast(values, src=dist.get_global_rank(pipeline.group, pipeline.size - 1), group=pipeline.group)
     return values
 
 

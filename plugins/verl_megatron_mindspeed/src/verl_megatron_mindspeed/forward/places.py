@@ -31,13 +31,9 @@ class Places:
 
 
 def find_places(lengths: tuple[int, ...], num_splits: int = 1, split: int = 0, multiple: int = 1) -> Places:
-    """Divide the tokens of a micro-batch.
+    """Divide the tokens of a micro-batch with N `lengths` over C = `num_splits` ranks.
 
-    Args:
-        lengths: of the N sequences.
-        num_splits: C.
-        split: which of the C ranks this is.
-        multiple: of which t is to be one; a sequence of filling at the end makes it so.
+    A sequence of filling at the end makes t a multiple of `multiple`.
     """
     pieces = 2 * num_splits if num_splits > 1 else 1
     filled = [-(-length // pieces) * pieces for length in lengths]

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl_engine.batch.packed import PackedBatch
 from verl_engine.contract.errors import ConfigError, ModelError
 from verl_engine.engine.routed_experts import choose, experts_of, given_experts, put_back
 from verl_megatron_mindspeed.forward.layout import Layout
@@ -45,30 +44,18 @@ class RouterReplay:
             router.is_training = is_training
             router.recomputed.clear()
 
-    def expect(self, batch: PackedBatch, layout: Layout, *, is_filling: bool) -> None:
-        """Say through which experts the tokens of the next forward go.
-
-        Args:
-            batch: the micro-batch.
-            layout: of it.
-            is_filling: whether it only makes up the number that the schedule needs.
-        Raises:
-            BatchError: the sequences bring what does not fit the model.
-        """
-        experts = given_experts(batch, self._transformer.num_layers, self._transformer.num_moe_experts)
+    def expect(self, layout: Layout) -> None:
+        """Say through which experts the tokens of the next forward go; BatchError where they do not fit the model."""
+        experts = given_experts(layout.batch, self._transformer.num_layers, self._transformer.num_moe_experts)
         rows = None if experts is None else experts_of(experts, self._own(layout))
         for index, router in self._routers.items():
             router.given = None if rows is None else rows[:, index]
-            router.is_filling, router.was_asked = is_filling, False
-        if not is_filling:
+            router.is_filling, router.was_asked = layout.is_filling, False
+        if not layout.is_filling:
             self._layout = layout
 
     def check(self) -> None:
-        """Check that routers were asked in the forward that has just run.
-
-        Raises:
-            ModelError: they were not.
-        """
+        """Raise ModelError where no router was asked in the forward that has just run."""
         if not any(router.was_asked for router in self._routers.values()):
             raise ModelError(
                 "engine.router_replay=true: something else than Megatron's own router chooses experts, and cannot be "
@@ -82,11 +69,11 @@ class RouterReplay:
         """
         layout = self._layout
         assert layout is not None
-        shape = (layout.num_tokens, self._transformer.num_layers, self._transformer.moe_router_topk)
+        shape = (layout.batch.num_tokens, self._transformer.num_layers, self._transformer.moe_router_topk)
         whole = torch.zeros(shape, dtype=torch.int32, device=layout.source.device)
         for index, router in self._routers.items():
             assert router.found is not None
-            whole[:, index] = put_back(router.found.int(), self._own(layout), layout.num_tokens)
+            whole[:, index] = put_back(router.found.int(), self._own(layout), layout.batch.num_tokens)
         parallel = self._parallel
         splitting = [parallel.context, parallel.pipeline] + [parallel.tensor] * self._transformer.sequence_parallel
         for group in splitting:

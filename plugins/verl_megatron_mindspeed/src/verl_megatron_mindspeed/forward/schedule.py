@@ -19,9 +19,10 @@ from verl_engine.engine.temperature import Temperature
 from verl_engine.engine.token_output import TokenOutput
 from verl_megatron_mindspeed.config import MegatronConfig
 from verl_megatron_mindspeed.forward.gradient_contexts import PipelineContexts
+from verl_megatron_mindspeed.forward.layout import Layout, lay_out
 from verl_megatron_mindspeed.forward.output import Head, LossRows
 from verl_megatron_mindspeed.forward.padding_token import exclude_padding_token
-from verl_megatron_mindspeed.forward.passes import Laid, Pass
+from verl_megatron_mindspeed.forward.passes import Pass
 from verl_megatron_mindspeed.forward.pipeline import agree, from_last_stage
 from verl_megatron_mindspeed.forward.router_replay import RouterReplay
 from verl_megatron_mindspeed.model.build import MegatronModel
@@ -33,14 +34,7 @@ class Schedule:
     """Runs micro-batches forward, and backward too."""
 
     def __init__(self, config: MegatronConfig, model: MegatronModel, parallel: Parallel, device: Device) -> None:
-        """Take hold of embedding and output layer where this rank has them.
-
-        Args:
-            config: of the engine.
-            model: its chunks may be wrapped further.
-            parallel: who splits what.
-            device: where it all is.
-        """
+        """Take hold of embedding and output layer where this rank has them; chunks may be wrapped further."""
         self._model = model
         self._parallel = parallel
         self._device = device
@@ -50,30 +44,22 @@ class Schedule:
         if first.pre_process:
             token = getattr(model.hf_config, "pad_token_id", None)
             exclude_padding_token(first.embedding.word_embeddings, token, model.vocab_size, parallel.tensor)
-        self._rows = (
-            LossRows(last.output_layer, parallel.tensor, sequence_parallel=config.sequence_parallel)
-            if last.post_process
-            else None
-        )
+        self._rows: LossRows | None = None
+        if last.post_process:
+            self._rows = LossRows(last.output_layer, parallel.tensor, sequence_parallel=config.sequence_parallel)
 
     def infer(self, batch: PackedBatch, temperature: Temperature) -> TokenOutput:
-        """Run a micro-batch forward, without gradient.
+        """Run a micro-batch forward, without gradient; all ranks that split the model have it, and get the output.
 
-        Args:
-            batch: on the device; the same on all ranks that split the model.
-            temperature: divides the logits: a number, or [T].
-        Returns:
-            The output of all tokens, on every rank.
-        Raises:
-            Exception: whatever the model raises; on all ranks of the pipeline if it is on one.
+        The temperature is a number, or [T]. What the model raises, it raises on all ranks of the pipeline.
         Collectives: those of the model's parallelism, and a broadcast from the last pipeline stage.
         """
-        num_numbers = sum(self._head.columns(batch).values())
-        numbers_TF = torch.empty(batch.num_tokens, num_numbers, device=self._device.torch_device)
+        columns = self._head.columns(batch)
+        numbers_TF = torch.empty(batch.num_tokens, sum(columns.values()), device=self._device.torch_device)
 
-        def keep(found_TF: torch.Tensor, laid: Laid) -> torch.Tensor:
+        def keep(found_TF: torch.Tensor, layout: Layout) -> torch.Tensor:
             nonlocal numbers_TF
-            numbers_TF = numbers_TF if laid.is_filling else found_TF
+            numbers_TF = numbers_TF if layout.is_filling else found_TF
             return found_TF.new_zeros(())  # there is no backward
 
         run = Pass(self._model, self._parallel, self._head, self._rows, lambda _: temperature, keep, self._replay)
@@ -81,24 +67,20 @@ class Schedule:
             self._go(run, [batch], forward_only=True)
             if self._parallel.pipeline.size > 1:
                 agree(self._parallel, run.guard.failure)
-            output = self._head.token_output(from_last_stage(numbers_TF.contiguous(), self._parallel), batch)
+            output = TokenOutput.of(from_last_stage(numbers_TF.contiguous(), self._parallel), columns)
             return output if self._replay is None else replace(output, given_routed_experts=self._replay.found())
 
     def train(self, training: Training, given: MicroBatchPass) -> None:
         """Accumulate the gradient of the scaled loss; see `Engine.forward_backward`.
 
-        Args:
-            training: reduces the gradient, and scales the loss for float16.
-            given: micro-batches on the device; the same on all ranks that split the model, as many on every rank. Its
-                totals become the same on all ranks of a pipeline.
-        Raises:
-            Exception: whatever loss or model raise; on all ranks of the pipeline if it is on one.
+        Micro-batches are the same on all ranks that split the model, as many on every rank. Totals become the same on
+        all ranks of a pipeline, and what loss or model raise is raised on all of them.
         """
 
-        def loss(numbers_TF: torch.Tensor, laid: Laid) -> torch.Tensor:
-            if laid.is_filling:
+        def loss(numbers_TF: torch.Tensor, layout: Layout) -> torch.Tensor:
+            if layout.is_filling:
                 return numbers_TF.sum()  # it has no loss tokens, so it is 0, and so is its gradient
-            return given.loss(self._head.token_output(numbers_TF, laid.batch), laid.batch)
+            return given.loss(TokenOutput.of(numbers_TF, self._head.columns(layout.batch)), layout.batch)
 
         run = Pass(self._model, self._parallel, self._head, self._rows, given.temperature, loss, self._replay)
         transformer = self._model.transformer
@@ -113,19 +95,18 @@ class Schedule:
                 self._train_pipeline(run, training, given)
                 return
             for index, (batch, sync) in enumerate(given, 1):
-                finalize = training.finalize if index == len(given.micro_batches) else None
+                finalize = training.gradients.finalize if index == len(given.micro_batches) else None
                 with sync, _fields(transformer, finalize_model_grads_func=finalize):
                     self._go(run, [batch])
 
     def _train_pipeline(self, run: Pass, training: Training, given: MicroBatchPass) -> None:
-        """Run all micro-batches in one schedule."""
         keys: tuple[Key, ...] = ()
 
         def finalize(*arguments: Any, **options: Any) -> None:
             nonlocal keys
             # Before anything is reduced: where a backward is missing, so are some of Megatron's reductions.
             keys = agree(self._parallel, run.guard.failure, given.totals.keys)
-            training.finalize(*arguments, **options)
+            training.gradients.finalize(*arguments, **options)
 
         with PipelineContexts(given, self._model.chunks) as contexts:
             options = {"no_sync_func": contexts.hold, "finalize_model_grads_func": finalize}
@@ -134,11 +115,14 @@ class Schedule:
         given.totals.take(keys, from_last_stage(given.totals.vector(keys), self._parallel))
 
     def _go(self, run: Pass, batches: Sequence[PackedBatch], *, forward_only: bool = False) -> None:
-        """Let Megatron's schedule run them."""
         chunks = self._model.chunks
         if self._replay is not None:
             self._replay.begin(is_training=not forward_only)
-        inputs = run.lay_out(self._filled(batches), len(batches))
+        split = self._model.transformer.sequence_parallel
+        inputs = [
+            lay_out(batch, self._parallel, sequence_parallel=split, is_filling=index >= len(batches))
+            for index, batch in enumerate(self._filled(batches))
+        ]
         iterators = [iter(inputs) for _ in chunks]
         get_forward_backward_func()(
             forward_step_func=run.step,
@@ -146,7 +130,7 @@ class Schedule:
             model=chunks if len(chunks) > 1 else chunks[0],
             num_microbatches=len(inputs),
             # What stages send each other says its own shape (variable_seq_lengths).
-            seq_length=inputs[0].layout.input_ids.shape[1],
+            seq_length=inputs[0].input_ids.shape[1],
             micro_batch_size=1,
             forward_only=forward_only,
         )
@@ -164,7 +148,6 @@ class Schedule:
 
 @contextmanager
 def _fields(target: Any, **values: Any) -> Iterator[None]:
-    """Set some fields inside."""
     before = {name: getattr(target, name) for name in values}
     for name, value in values.items():
         setattr(target, name, value)

@@ -46,10 +46,9 @@ def apply(config: MegatronConfig) -> None:
 
 
 def check_same_patches(config: MegatronConfig) -> None:
-    """Check that Megatron is patched for this engine; every engine calls it. Does nothing where MindSpeed is not used.
+    """Refuse an engine whose settings differ from those that MindSpeed was told of, in PreparationConflictError.
 
-    Raises:
-        PreparationConflictError: MindSpeed was told of another engine, whose settings differ.
+    Every engine calls it; it does nothing where MindSpeed is not used.
     """
     if not _applied:
         return
@@ -80,8 +79,7 @@ def _import_adaptor(package: AdaptorPackage) -> Any:
 def _restore_arguments(package: AdaptorPackage, features: dict[str, Any]) -> None:
     """Set MindSpeed's arguments back to its defaults: ``repatch`` adds to what they are, also what others had set.
 
-    Raises:
-        ConfigError: one of the features is none of them; MindSpeed would take it, and ignore it.
+    ConfigError where one of the features is none of them; MindSpeed would take it, and ignore it.
     """
     module = importlib.import_module(package.arguments)
     defaults = vars(module.get_mindspeed_args(get_defaults=True))

@@ -13,13 +13,9 @@ _CACHE: Final = "mindspeed.te.pytorch.fp8.reuse"
 
 
 def check_fp8(package: AdaptorPackage, fp8: object) -> None:
-    """Check, before anything is patched, that FP8 can be computed. Imports nothing.
+    """Check, before anything is patched or imported, that ``engine.transformer_options.fp8`` can be computed.
 
-    Args:
-        package: patches Megatron.
-        fp8: ``engine.transformer_options.fp8``.
-    Raises:
-        ConfigError: MindSpeed's own FP8 layers need a part of Megatron that is not in its wheels.
+    ConfigError where MindSpeed's own FP8 layers need a part of Megatron that is not in its wheels.
     """
     if not fp8 or package is MEGATRON_ADAPTOR or importlib.util.find_spec(MEGATRON_ADAPTOR.name) is not None:
         return
@@ -39,9 +35,7 @@ def use_weight_cache() -> None:
 
     It may do that between a weight's first use and the optimizer step, which fills the weight in again. But snapshots,
     exports and offloads read weights at other times, and an engine that is forward-only makes no step at all.
-
-    Raises:
-        ConfigError: this MindSpeed has no such cache.
+    ConfigError where this MindSpeed has no such cache.
     """
     try:
         cache = importlib.import_module(_CACHE)

@@ -5,6 +5,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Final
 
+from verl_engine.contract.backend import DeclaredPatch
 from verl_engine.contract.errors import PatchError
 
 _TESTED_COMMIT: Final = "e4772499f7eb9fa9a68919dd1eaddef00e915b2d"
@@ -44,16 +45,18 @@ MEGATRON_ADAPTOR: Final = AdaptorPackage(
     registries=("megatron_adaptor.patches.patch_manager:PatchesManager",),
 )
 PACKAGES: Final = (MINDSPEED, MEGATRON_ADAPTOR)
+PATCHES: Final = (
+    DeclaredPatch(
+        "megatron.core.transformer.transformer_config:TransformerConfig.__init__",
+        "MindSpeed's layers look for its own arguments in Megatron's config",
+        kept_by=("mindspeed", "megatron_adaptor"),
+    ),
+)
+"""What preparation declares to the host. MindSpeed says itself what else it replaces, once it has."""
 
 
 def choose_package(adaptor: str) -> AdaptorPackage:
-    """Find the package that the config asks for.
-
-    Args:
-        adaptor: a package's name, or ``auto`` for the first that is installed.
-    Raises:
-        PatchError: it is not installed; says how to.
-    """
+    """Find the package that the config names, for ``auto`` the first installed; PatchError says how to install it."""
     wanted = [package for package in PACKAGES if adaptor in ("auto", package.name)]
     for package in wanted:
         if importlib.util.find_spec(package.name) is not None:

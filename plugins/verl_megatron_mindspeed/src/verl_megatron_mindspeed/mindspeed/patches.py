@@ -3,7 +3,6 @@
 import inspect
 import sys
 from dataclasses import dataclass
-from typing import Any
 
 from verl_engine.patching.references import inner_function
 from verl_engine.patching.target import ABSENT, Target
@@ -44,13 +43,10 @@ def read_patches(package: AdaptorPackage) -> list[ForeignPatch]:
         for dotted, patch in getattr(sys.modules[module], name).patches_info.items():
             target = _target(dotted)
             if target is not None:
-                found.append(_read(target, patch))
+                original = ABSENT if patch.orig_func is None else patch.orig_func
+                is_applied = bool(patch.is_applied)
+                found.append(ForeignPatch(target, original, patch.final_patch_func, is_applied, patch.orig_module))
     return found
-
-
-def _read(target: Target, patch: Any) -> ForeignPatch:
-    original = ABSENT if patch.orig_func is None else patch.orig_func
-    return ForeignPatch(target, original, patch.final_patch_func, bool(patch.is_applied), patch.orig_module)
 
 
 def _target(dotted: str) -> Target | None:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -21,12 +21,8 @@ _DECIDE_AT_IMPORT: Final = ("megatron.core.extensions.transformer_engine", "mega
 def check_patches(package: AdaptorPackage, before: Sequence[ForeignPatch], patches: Sequence[ForeignPatch]) -> None:
     """Fix what can be fixed, check everything, and record the patches for `verl_engine.patching.patches.records`.
 
-    Args:
-        package: what patched.
-        before: the patches after its import.
-        patches: the current ones, after ``repatch``.
-    Raises:
-        PatchError: names everything that is not patched.
+    `before` are the patches after the package's import, `patches` those after ``repatch``. PatchError names everything
+    that is not patched.
     """
     faults = _not_in_place(patches) + _decided_without() + fix_stale_names(before, patches)
     if faults:
@@ -38,10 +34,8 @@ def check_patches(package: AdaptorPackage, before: Sequence[ForeignPatch], patch
             f"belong together. {how_to_install()}"
         )
     for patch in patches:
-        if patch.is_withdrawn:
-            continue
-        reason = f"{package.name}: runs on NPUs"
-        record_patch(patch.target, patch.original, patch.replacement, reason)
+        if not patch.is_withdrawn:
+            record_patch(patch.target, patch.original, patch.replacement, f"{package.name}: runs on NPUs")
 
 
 def _not_in_place(patches: Sequence[ForeignPatch]) -> list[str]:
@@ -60,13 +54,9 @@ def _decided_without() -> list[str]:
     faults = [
         f"{name}:HAVE_TE is not true"
         for name in _DECIDE_AT_IMPORT
-        if getattr(_loaded(name), "HAVE_TE", None) is not True
+        if getattr(sys.modules.get(name), "HAVE_TE", None) is not True
     ]
-    adam = getattr(_loaded("megatron.core.optimizer"), "Adam", None)
+    adam = getattr(sys.modules.get("megatron.core.optimizer"), "Adam", None)
     if adam is None or adam in (torch.optim.AdamW, torch.optim.Adam):
         faults.append("megatron.core.optimizer:Adam is torch's")
     return faults
-
-
-def _loaded(name: str) -> Any:
-    return sys.modules.get(name)

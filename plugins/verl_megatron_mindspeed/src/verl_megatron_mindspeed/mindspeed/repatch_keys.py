@@ -15,9 +15,17 @@ def repatch_keys(config: MegatronConfig) -> dict[str, Any]:
     dtype = getattr(torch, config.param_dtype)
     return {
         **config.transformer_options,
-        **_parallelism(config),
-        **_recompute(config),
-        **_attention(config),
+        **config.parallel_sizes,
+        **config.recompute_fields,
+        "context_parallel_algo": "megatron_cp_algo",
+        "sequence_parallel": config.sequence_parallel,
+        "variable_seq_lengths": config.pipeline_parallel_size > 1,
+        "use_flash_attn": config.mindspeed.uses_flash_attention and config.transformer != "local",
+        "use_flash_attn_npu_batch_invariant": config.mindspeed.batch_invariant_attention,
+        "use_batch_invariant_ops": config.mindspeed.batch_invariant_ops,
+        "attention_mask_type": "causal",
+        "reset_attention_mask": False,
+        "reset_position_ids": False,
         "params_dtype": dtype,
         "pipeline_dtype": dtype if config.pipeline_parallel_size > 1 else None,
         "bf16": config.param_dtype == "bfloat16",
@@ -30,40 +38,4 @@ def repatch_keys(config: MegatronConfig) -> dict[str, Any]:
         "overlap_param_gather": config.overlap_param_gather,
         "calculate_per_token_loss": True,
         **config.mindspeed.features,
-    }
-
-
-def _parallelism(config: MegatronConfig) -> dict[str, Any]:
-    virtual = config.virtual_pipeline_parallel_size
-    return {
-        "tensor_model_parallel_size": config.tensor_parallel_size,
-        "pipeline_model_parallel_size": config.pipeline_parallel_size,
-        "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None,
-        "context_parallel_size": config.context_parallel_size,
-        "context_parallel_algo": "megatron_cp_algo",
-        "expert_model_parallel_size": config.expert_parallel_size,
-        "expert_tensor_parallel_size": config.expert_tensor_ranks,
-        "sequence_parallel": config.sequence_parallel,
-        "variable_seq_lengths": config.pipeline_parallel_size > 1,
-    }
-
-
-def _recompute(config: MegatronConfig) -> dict[str, Any]:
-    is_full = config.recompute == "full"
-    return {
-        "recompute_granularity": None if config.recompute == "off" else config.recompute,
-        "recompute_method": config.recompute_method if is_full else None,
-        "recompute_num_layers": config.recompute_num_layers if is_full else None,
-        "recompute_modules": list(config.recompute_modules) if config.recompute == "selective" else None,
-    }
-
-
-def _attention(config: MegatronConfig) -> dict[str, Any]:
-    return {
-        "use_flash_attn": config.mindspeed.uses_flash_attention and config.transformer != "local",
-        "use_flash_attn_npu_batch_invariant": config.mindspeed.batch_invariant_attention,
-        "use_batch_invariant_ops": config.mindspeed.batch_invariant_ops,
-        "attention_mask_type": "causal",
-        "reset_attention_mask": False,
-        "reset_position_ids": False,
     }

@@ -22,14 +22,7 @@ _KEEPERS: Final = ("mindspeed", "megatron_adaptor")
 
 
 def fix_stale_names(before: Sequence[ForeignPatch], patches: Sequence[ForeignPatch]) -> list[str]:
-    """Put the replacements where originals, or replacements of an earlier round, are still held.
-
-    Args:
-        before: the patches after the earlier round.
-        patches: the current ones.
-    Returns:
-        The places that cannot be changed.
-    """
+    """Put the replacements where originals, or those of an earlier round, are held; return what cannot be changed."""
     for reference, target in _stale_names(before, patches):
         _fix(reference, target.get())
     return [f"{reference} still holds the original of {target}" for reference, target in _stale_names(before, patches)]
@@ -72,7 +65,6 @@ def _is_stale(reference: Reference, former: object, target: Target) -> bool:
 
 
 def _is_own_cell(reference: Reference) -> bool:
-    """Whether it is the cell by which the methods of a class know it, for super()."""
     owner, is_method, _ = reference.place.partition(".")
     return bool(is_method) and vars(sys.modules[reference.module]).get(owner) is reference.held
 

@@ -21,24 +21,16 @@ _WITHOUT_KERNELS: Final = {
 
 
 def make_bridge(config: MegatronConfig, hf_config: PreTrainedConfig, *, local: bool, device_kind: str) -> Any:
-    """Make mbridge's bridge of a model, with a TransformerConfig after our config.
+    """Make mbridge's bridge of a model that was checked, with a TransformerConfig after our config.
 
-    Args:
-        config: of the engine.
-        hf_config: of the model; checked already.
-        local: whether the layers are those in plain PyTorch.
-        device_kind: where the model runs.
-    Raises:
-        ConfigError: ``transformer_options`` holds what TransformerConfig does not take.
+    With `local` the layers are those in plain PyTorch. ConfigError where ``transformer_options`` holds what
+    TransformerConfig does not take.
     """
     from mbridge.core.bridge import _MODEL_REGISTRY  # mbridge imports all of its models, so only here
 
     check_options(config.transformer_options, local=local)
-    settings = {
-        **_settings(config, local=local, device_kind=device_kind),
-        **_of_model(hf_config),
-        **config.transformer_options,
-    }
+    own = _settings(config, local=local, device_kind=device_kind)
+    settings = {**own, **_of_model(hf_config), **config.transformer_options}
     known = _MODEL_REGISTRY[hf_config.model_type]
 
     class OwnBridge(known):  # type: ignore[misc, valid-type]
@@ -61,31 +53,22 @@ def make_bridge(config: MegatronConfig, hf_config: PreTrainedConfig, *, local: b
 def _settings(config: MegatronConfig, *, local: bool, device_kind: str) -> dict[str, Any]:
     """Return the fields of TransformerConfig that follow from our config."""
     dtype = getattr(torch, config.param_dtype)
-    virtual = config.virtual_pipeline_parallel_size
-    recompute: dict[str, Any] = {} if config.recompute == "off" else {"recompute_granularity": config.recompute}
-    if config.recompute == "full":
-        recompute |= {"recompute_method": config.recompute_method, "recompute_num_layers": config.recompute_num_layers}
-    if config.recompute == "selective":
-        recompute |= {"recompute_modules": list(config.recompute_modules)}
+    has_virtual_stages = config.virtual_pipeline_parallel_size > 1
     return {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
         "fp16": dtype is torch.float16,
-        "tensor_model_parallel_size": config.tensor_parallel_size,
-        "pipeline_model_parallel_size": config.pipeline_parallel_size,
-        "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None,
-        "context_parallel_size": config.context_parallel_size,
-        "expert_model_parallel_size": config.expert_parallel_size,
-        "expert_tensor_parallel_size": config.expert_tensor_ranks,
+        **config.parallel_sizes,
+        **config.recompute_fields,
         "sequence_parallel": config.sequence_parallel,
         "calculate_per_token_loss": True,
         "variable_seq_lengths": True,
-        "overlap_p2p_comm": virtual > 1,
+        "overlap_p2p_comm": has_virtual_stages,
         "batch_p2p_comm": False,
         # With virtual stages a send overlaps with what follows. Megatron-core 0.16 frees the output meanwhile, and the
         # next stage computes with whatever is in that memory (NVIDIA/Megatron-LM#4047).
-        "deallocate_pipeline_outputs": virtual == 1,
+        "deallocate_pipeline_outputs": not has_virtual_stages,
         "use_cpu_initialization": device_kind == "cpu",
         "perform_initialization": False,  # the folder's weights come anyway
         "gradient_accumulation_fusion": False,
@@ -93,7 +76,6 @@ def _settings(config: MegatronConfig, *, local: bool, device_kind: str) -> dict[
         "transformer_impl": "local" if local else "transformer_engine",
         **({"attention_dropout": 0.0, "hidden_dropout": 0.0} if config.dropout == "off" else {}),
         **(_WITHOUT_KERNELS if local else {}),
-        **recompute,
     }
 
 

@@ -1,20 +1,17 @@
 """From a Hugging Face folder to this rank's part of Megatron's model; its weights are read later.
 
-How the schedule must call a chunk (`MegatronModel.chunks`), for micro-batches of packed sequences:
+How the schedule calls a chunk (`MegatronModel.chunks`), for micro-batches of packed sequences:
 
-- ``input_ids`` [1, t] int64 and ``position_ids`` [1, t] int64: the tokens of this context-parallel rank, on every
-  tensor-parallel rank alike; needed on every stage (only the first looks at them). ``attention_mask`` None.
-- ``packed_seq_params``: ``qkv_format="thd"``; ``cu_seqlens_q``, ``cu_seqlens_kv`` (and ``..._padded``) [S + 1] int32,
-  on the device: where the sequences begin, padding INCLUDED, counted over ALL context-parallel ranks; so the last is
-  t * context_parallel_size, and under context parallelism each length is a multiple of twice its size.
-  ``max_seqlen_q`` and ``max_seqlen_kv``: the LONGEST padded sequence, an int; never the sum of several, or Megatron's
-  rotary positions would run on from one sequence into the next. Positions follow from these numbers, not from
-  ``position_ids``. Padding must lie behind its sequence, where causal attention does not see it.
-- Under sequence parallelism t is a multiple of ``tensor_parallel_size``.
+- ``input_ids`` and ``position_ids`` [1, t] int64 on every stage: the tokens of this context-parallel rank, t a multiple
+  of ``tensor_parallel_size`` under sequence parallelism. ``attention_mask`` None.
+- ``packed_seq_params``, in the format thd: where sequences begin, padding INCLUDED, counted over ALL context-parallel
+  ranks, each length a multiple of twice their number; and the LONGEST padded sequence, or Megatron's rotary positions,
+  which follow from these numbers, would run on from one sequence into the next. Padding lies behind its sequence, where
+  causal attention does not see it.
 - The last stage returns logits [1, t, padded vocabulary / tensor_parallel_size], or values [1, t, 1]; others hidden
-  states [t, 1, hidden size] (a part of t under sequence parallelism), which the schedule passes on. Chunks of bfloat16
-  and float16 return float32 logits, unless they are called with ``fp32_output=False``.
-- Logits at and past ``MegatronModel.vocab_size`` belong to no token: mask them.
+  states [t, 1, hidden size] (a part of t under sequence parallelism). Chunks of bfloat16 and float16 return float32
+  logits, unless they are called with ``fp32_output=False``. Logits at and past ``MegatronModel.vocab_size`` belong to
+  no token: mask them.
 """
 
 from dataclasses import dataclass
@@ -33,7 +30,6 @@ from verl_engine.contract.errors import ConfigError
 from verl_engine.engine.device import Device
 from verl_megatron_mindspeed.config import MegatronConfig
 from verl_megatron_mindspeed.model.bridge import make_bridge
-from verl_megatron_mindspeed.model.dropout import reseed_dropout, seed_dropout
 from verl_megatron_mindspeed.model.hf_config import read_hf_config
 from verl_megatron_mindspeed.model.layers import block_spec, takes_local_layers
 from verl_megatron_mindspeed.model.limits import check_model
@@ -71,8 +67,13 @@ class MegatronModel:
     device: Device
 
     def reseed_dropout(self) -> None:
-        """Draw a seed for dropout, before each pass that trains; see `verl_megatron_mindspeed.model.dropout`."""
-        reseed_dropout(self.transformer, self.device)
+        """Draw a new seed for dropout from the process's own random numbers, before each pass that trains.
+
+        Checkpoints keep those, and know nothing of Megatron's: so a resumed run draws the same dropout. What each rank
+        draws is its own, which is right for attention's dropout: no two ranks have the same tokens and heads.
+        """
+        if self.transformer.attention_dropout:
+            _seed_dropout(self.device, int(torch.randint(2**62, ())))
 
     def parts(self) -> list[GPTModel]:
         """Return Megatron's models without whatever is wrapped around them."""
@@ -87,11 +88,7 @@ class MegatronModel:
         return global_name(name, layers, self.first_expert)
 
     def hf_names(self, name: str) -> list[str]:
-        """Return the Hugging Face weights that a Megatron weight is made of, in order.
-
-        Args:
-            name: in the whole model, with our layers or Transformer Engine's.
-        """
+        """Return the Hugging Face weights, in order, of a weight of the whole model, of either kind of layers."""
         if self.head == "value" and name in HF_NAMES:
             return [HF_NAMES[name]]
         if self.tied and name == "output_layer.weight":  # mbridge says so for some models only
@@ -122,7 +119,7 @@ def build_model(config: MegatronConfig, folder: Path, parallel: Parallel, device
     check_model(config, hf_config, folder)
     local = takes_local_layers(config, device.kind)
     bridge = make_bridge(config, hf_config, local=local, device_kind=device.kind)
-    seed_dropout(device, _first_seed(config, parallel))
+    _seed_dropout(device, _first_seed(config, parallel))
     padded = -(-hf_config.vocab_size // parallel.tensor.size) * parallel.tensor.size
     tied = bool(hf_config.tie_word_embeddings) and config.head == "language_model"
     num_experts = bridge.config.num_moe_experts or 0
@@ -152,7 +149,6 @@ def build_model(config: MegatronConfig, folder: Path, parallel: Parallel, device
 
 
 def _build_chunk(model: MegatronModel, config: MegatronConfig, parallel: Parallel, stage: int | None) -> GPTModel:
-    """Build one virtual stage."""
     try:
         chunk = _megatron_model(model, stage)
     except (AssertionError, ImportError, ValueError) as error:
@@ -188,6 +184,16 @@ def _zero_padding(model: MegatronModel, chunk: GPTModel, parallel: Parallel) -> 
     with torch.no_grad():
         for weight in weights:
             weight[max(0, min(rows, model.vocab_size - rows * parallel.tensor.rank)) :].zero_()
+
+
+def _seed_dropout(device: Device, seed: int) -> None:
+    """Seed what Megatron draws dropout from, and leave the process's own random numbers alone, which it would seed too.
+
+    A tensor-parallel rank's number is added to the seed.
+    """
+    indices = [] if device.kind == "cpu" else [device.index]
+    with torch.random.fork_rng(devices=indices, device_type="cuda" if device.kind == "cpu" else device.kind):
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
 def _first_seed(config: MegatronConfig, parallel: Parallel) -> int:

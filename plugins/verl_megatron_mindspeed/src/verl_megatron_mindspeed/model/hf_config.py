@@ -27,8 +27,7 @@ class Rotary:
 def read_hf_config(config: MegatronConfig, folder: Path) -> PreTrainedConfig:
     """Read a folder's config; for a critic it is that of a token classifier with a single label.
 
-    Raises:
-        ModelError: the folder holds no config that transformers knows, or none that can be a critic's.
+    ModelError where the folder holds no config that transformers knows, or none that can be a critic's.
     """
     try:
         found = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

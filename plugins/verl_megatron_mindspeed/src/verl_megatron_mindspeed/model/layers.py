@@ -2,17 +2,36 @@
 
 from typing import Any, Final
 
+import torch
 from megatron.core.extensions import transformer_engine
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
+from torch.nn.functional import rms_norm
 
 from verl_engine.contract.errors import ConfigError
 from verl_megatron_mindspeed.config import MegatronConfig
 from verl_megatron_mindspeed.model.local_attention import PackedAttention
-from verl_megatron_mindspeed.model.local_norm import RMSNorm
 
 _RECOMPUTED_LOCALLY: Final = ("core_attn", "mlp", "moe", "shared_experts")
 """Of Megatron's ``recompute_modules`` those that need no Transformer Engine."""
+
+
+class RMSNorm(torch.nn.Module):
+    """Root mean square norm that works under sequence parallelism; Megatron's own wrapper of torch's refuses it.
+
+    There each rank norms its part of the tokens, so its weight's gradient is a part too: the mark makes Megatron sum
+    them.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Norm the last dim; any shape, dtype kept."""
+        return rms_norm(hidden, self.weight.shape, self.weight, self.eps)
 
 
 def takes_local_layers(config: MegatronConfig, device_kind: str) -> bool:
@@ -50,13 +69,7 @@ def _check_recompute(config: MegatronConfig) -> None:
 
 
 def block_spec(transformer: TransformerConfig, stage: int | None, *, local: bool) -> Any:
-    """Return Megatron's description of the layers of one part of the model.
-
-    Args:
-        transformer: of the whole model.
-        stage: number of the part among this rank's; None where it has a single one.
-        local: whether the layers are those in plain PyTorch.
-    """
+    """Return Megatron's description of the layers of a part of the model; `stage` is None where it is the only one."""
     spec = get_gpt_decoder_block_spec(
         transformer, use_transformer_engine=not local, normalization="RMSNorm", vp_stage=stage
     )

@@ -1,6 +1,7 @@
 """What can be run: the kinds of models that are proven, and how they may be divided."""
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,12 +21,7 @@ _ADVICE_FOR_STAGES: Final = f", or give {' and '.join(_OF_STAGES)} in engine.tra
 
 
 def check_model(config: MegatronConfig, hf_config: PreTrainedConfig, folder: Path) -> None:
-    """Check that Megatron's model would be that of the folder, and that it can be divided as configured.
-
-    Raises:
-        ModelError: it would be another model.
-        ConfigError: it cannot be divided so.
-    """
+    """Raise ModelError where Megatron's model would not be the folder's, ConfigError where it cannot be divided so."""
     if hf_config.model_type not in PROVEN:
         raise ModelError(
             f"model folder {folder} holds a model of type {hf_config.model_type!r}, and Megatron's model is proven to "
@@ -43,29 +39,21 @@ def check_model(config: MegatronConfig, hf_config: PreTrainedConfig, folder: Pat
 
 def _differences(hf_config: PreTrainedConfig) -> list[str]:
     """Say what of the model Megatron would compute otherwise, or not at all."""
-    found = []
-    if hf_config.hidden_act != "silu":
-        found.append(f"hidden_act={hf_config.hidden_act!r}, and the engine computes 'silu' only")
-    layer_types = getattr(hf_config, "layer_types", None)
-    windows = getattr(hf_config, "use_sliding_window", False) and hf_config.sliding_window
-    if any(kind != "full_attention" for kind in layer_types) if layer_types else windows:
-        found.append("it has sliding windows, and the engine computes full attention only")
-    if getattr(hf_config, "attention_bias", False):
-        found.append("attention_bias=true, and the engine has no bias after attention")
-    if not getattr(hf_config, "qkv_bias", True):
-        found.append("qkv_bias=false, and the engine has this bias")
-    if getattr(hf_config, "mlp_bias", False):
-        found.append("mlp_bias=true, and the engine has no bias there")
-    if (factor := _partial(hf_config)) != 1.0:
-        found.append(f"partial_rotary_factor={factor}, and the engine turns whole heads only")
-    if list(getattr(hf_config, "mlp_only_layers", None) or []) or getattr(hf_config, "decoder_sparse_step", 1) != 1:
-        found.append("some of its layers have experts and some have not; the engine runs models whose layers are alike")
-    return [*found, *_rotary_difference(hf_config)]
-
-
-def _partial(hf_config: PreTrainedConfig) -> Any:
-    settings = read_rotary(hf_config).settings
-    return settings.get("partial_rotary_factor") or getattr(hf_config, "partial_rotary_factor", None) or 1.0
+    get = partial(getattr, hf_config)
+    layer_types, windows = get("layer_types", None), get("use_sliding_window", False) and hf_config.sliding_window
+    is_windowed = any(kind != "full_attention" for kind in layer_types) if layer_types else windows
+    is_mixed = list(get("mlp_only_layers", None) or []) or get("decoder_sparse_step", 1) != 1
+    turned = read_rotary(hf_config).settings.get("partial_rotary_factor") or get("partial_rotary_factor", None) or 1.0
+    differences = {
+        f"hidden_act={hf_config.hidden_act!r}, and the engine computes 'silu' only": hf_config.hidden_act != "silu",
+        "it has sliding windows, and the engine computes full attention only": is_windowed,
+        "attention_bias=true, and the engine has no bias after attention": get("attention_bias", False),
+        "qkv_bias=false, and the engine has this bias": not get("qkv_bias", True),
+        "mlp_bias=true, and the engine has no bias there": get("mlp_bias", False),
+        f"partial_rotary_factor={turned}, and the engine turns whole heads only": turned != 1.0,
+        "some of its layers have experts and some have not; the engine runs models whose layers are alike": is_mixed,
+    }
+    return [*(what for what, is_so in differences.items() if is_so), *_rotary_difference(hf_config)]
 
 
 def _rotary_difference(hf_config: PreTrainedConfig) -> list[str]:

@@ -25,20 +25,9 @@ class PackedAttention(torch.nn.Module):
     """
 
     def __init__(
-        self,
-        *,
-        config: TransformerConfig,
-        softmax_scale: float | None = None,
-        pg_collection: Any,
-        **_: Any,
+        self, *, config: TransformerConfig, softmax_scale: float | None = None, pg_collection: Any, **_: Any
     ) -> None:
-        """Take what it needs of Megatron's arguments; it has no weights.
-
-        Args:
-            config: of the whole model.
-            softmax_scale: of the scores; by default 1 / sqrt(D).
-            pg_collection: Megatron's groups.
-        """
+        """Take what it needs of Megatron's arguments; it has no weights. `softmax_scale` is 1 / sqrt(D) by default."""
         super().__init__()
         self._scale = softmax_scale
         self._dropout = config.attention_dropout
@@ -102,10 +91,7 @@ class PackedAttention(torch.nn.Module):
         return out_SHlD.transpose(1, 2).flatten(2).flatten(0, 1)
 
     def _dropped_alike(self) -> AbstractContextManager[None]:
-        """Draw dropout from the random numbers of this tensor-parallel rank: it has heads of its own.
-
-        Under sequence parallelism Megatron does so for the whole block already.
-        """
+        """Draw dropout from this tensor-parallel rank's random numbers; under sequence parallelism Megatron does so."""
         if self._whole_block_forked or not self._dropout or not self.training:
             return nullcontext()
         context: AbstractContextManager[None] = tensor_parallel.get_cuda_rng_tracker().fork()

@@ -13,12 +13,9 @@ _FUSED_IN_DENSE: Final = (*_FUSED, (re.compile(r"\.pre_mlp_layernorm\.weight$"),
 
 
 def global_name(name: str, layers: list[int], first_expert: int) -> str:
-    """Return the name that a weight has in the whole model, still in the words of its layers.
+    """Return the name in the whole model of a weight of one of this rank's parts, still in the words of its layers.
 
-    Args:
-        name: in one of this rank's parts.
-        layers: numbers, from 0, of the part's layers in the whole model.
-        first_expert: number, from 0, of the rank's first expert.
+    `layers` are the numbers in the whole model, from 0, of the part's layers.
     """
     name = _LAYER.sub(lambda found: f"decoder.layers.{layers[int(found[1])]}.", name)
     return _EXPERT.sub(lambda found: f"{found[1]}{int(found[2]) + first_expert}", name)
@@ -27,11 +24,7 @@ def global_name(name: str, layers: list[int], first_expert: int) -> str:
 def fused_name(name: str, *, experts: bool) -> str:
     """Return the name that a weight has in Transformer Engine's layers, which is the one that mbridge knows.
 
-    They fuse norms with what follows them, and experts with each other.
-
-    Args:
-        name: in either kind of layers.
-        experts: whether the model is a mixture of experts, whose second norm is not fused.
+    They fuse norms, but the second of a mixture of `experts`, with what follows them, and experts with each other.
     """
     for pattern, fused in _FUSED if experts else _FUSED_IN_DENSE:
         name = pattern.sub(fused, name)

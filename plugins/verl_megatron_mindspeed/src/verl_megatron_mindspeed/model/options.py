@@ -20,7 +20,6 @@ _OF_MODEL: Final = """
     num_attention_heads num_layers num_moe_experts num_query_groups qk_l2_norm qk_layernorm rotary_interleaved
     softmax_scale softmax_type window_attn_skip_freq window_size
 """
-"""They say which model it is: with others it would not be the folder's."""
 _OF_ENGINE: Final = """
     account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split autocast_dtype batch_p2p_comm
     cuda_graph_impl cuda_graph_scope deallocate_pipeline_outputs enable_autocast enable_cuda_graph
@@ -30,24 +29,24 @@ _OF_ENGINE: Final = """
     overlap_p2p_comm overlap_p2p_comm_warmup_flush param_sync_func perform_initialization
     pipeline_model_parallel_layout timers use_cpu_initialization use_ring_exchange_p2p
 """
-"""The engine's own work rests on them, such as that micro-batches may have any shape."""
 _NEEDS_KERNELS: Final = """
     apply_rope_fusion cpu_offloading fused_single_qkv_rope gradient_accumulation_fusion moe_grouped_gemm
     moe_permute_fusion moe_router_fusion test_mode use_kitchen
 """
 """The layers in plain PyTorch have no such kernels; most of them Megatron would miss in the first forward only."""
-_OF_LOSS: Final = frozenset({"moe_aux_loss_coeff", "moe_router_load_balancing_type", "moe_z_loss_coeff"})
-"""They add a loss of Megatron's own."""
+_OF_LOSS: Final = "moe_aux_loss_coeff moe_router_load_balancing_type moe_z_loss_coeff"
+_REFUSED: Final = (
+    (_OF_MODEL, "it says which model it is, and that is the model folder's to say"),
+    (_OF_ENGINE, "the engine sets it itself, and its work rests on it"),
+    (_OF_LOSS, "it would add to the gradient what no loss of the job says, and by the micro-batch"),
+)
+"""Fields that nobody may set, and why."""
 
 
 def check_options(options: Mapping[str, Any], *, local: bool) -> None:
-    """Check the names of ``transformer_options``; what fields of the engine decide, the config refuses already.
+    """Refuse names of ``transformer_options`` that TransformerConfig lacks, or that are not for the config to decide.
 
-    Args:
-        options: by name.
-        local: whether the layers are those in plain PyTorch.
-    Raises:
-        ConfigError: TransformerConfig has no such field, or it is not for the config to decide.
+    What fields of the engine decide, the config refuses already.
     """
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
     for name in sorted(options):
@@ -56,17 +55,9 @@ def check_options(options: Mapping[str, Any], *, local: bool) -> None:
             close = difflib.get_close_matches(name, fields, n=3)
             hint = f"; did you mean {' or '.join(close)}?" if close else "; leave it out"
             raise ConfigError(f"{where}: Megatron's TransformerConfig has no such field{hint}")
-        if name in _OF_MODEL.split():
-            raise ConfigError(
-                f"{where}: it says which model it is, and that is the model folder's to say; leave it out"
-            )
-        if name in _OF_ENGINE.split():
-            raise ConfigError(f"{where}: the engine sets it itself, and its work rests on it; leave it out")
-        if name in _OF_LOSS:
-            raise ConfigError(
-                f"{where}: it would add to the gradient what no loss of the job says, and by the micro-batch; leave it "
-                "out"
-            )
+        for names, reason in _REFUSED:
+            if name in names.split():
+                raise ConfigError(f"{where}: {reason}; leave it out")
         if local and name in _NEEDS_KERNELS.split() and options[name]:
             raise ConfigError(
                 f"{where}=true needs Transformer Engine, and the layers are those in plain PyTorch; leave it out"

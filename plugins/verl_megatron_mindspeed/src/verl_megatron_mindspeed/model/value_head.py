@@ -19,14 +19,7 @@ class ValueHead(torch.nn.Module):
     """
 
     def __init__(self, transformer: TransformerConfig, std: float, seed: int, group: dist.ProcessGroup) -> None:
-        """Draw the weight.
-
-        Args:
-            transformer: of the whole model.
-            std: of the weight's numbers.
-            seed: of the draw; the process's random numbers are left alone.
-            group: the tensor-parallel ranks.
-        """
+        """Draw the weight by a seed, with a standard deviation; the process's random numbers are left alone."""
         super().__init__()
         self._group = group
         self.sequence_parallel = transformer.sequence_parallel
@@ -42,8 +35,7 @@ class ValueHead(torch.nn.Module):
     ) -> tuple[torch.Tensor, None]:
         """Return [t, 1, 1] for [t or this rank's part, 1, hidden size], and None for a bias yet to be added.
 
-        Collectives: under sequence parallelism an all-gather; in the backward none, as all ranks have the whole
-        gradient.
+        Collectives: under sequence parallelism an all-gather; in the backward none: all ranks have the whole gradient.
         """
         assert weight is None, "a value head has a weight of its own"
         del runtime_gather_output

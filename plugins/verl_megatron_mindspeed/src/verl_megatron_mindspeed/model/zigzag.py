@@ -17,16 +17,10 @@ from megatron.core import tensor_parallel
 def gather_sequences(
     key: torch.Tensor, value: torch.Tensor, lengths: list[int], group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys and values of all tokens, in the sequences' order.
+    """Return keys and values of all tokens, [T, K, D] each, in the sequences' order, for [t, K, D] of each rank.
 
-    Args:
-        key: [t, K, D].
-        value: [t, K, D].
-        lengths: of the sequences over all ranks; each a multiple of twice the ranks.
-        group: the ranks.
-    Returns:
-        [T, K, D] each. Gradients of all ranks are summed into each one's part.
-    Collectives: an all-gather; a reduce-scatter in the backward.
+    Each of the `lengths`, over all ranks, is a multiple of twice the ranks. Gradients of all ranks are summed into each
+    one's part. Collectives: an all-gather; a reduce-scatter in the backward.
     """
     both_tKD = torch.cat((key, value), dim=1)
     both_TKD = tensor_parallel.gather_from_sequence_parallel_region(both_tKD, group=group)

@@ -6,9 +6,9 @@ from typing import Any, Final
 
 import torch
 
-from verl_engine.engine.lr_schedule import lr_multiplier
 from verl_engine.engine.weights.tensor_shards import TensorShards
 from verl_megatron_mindspeed.model.build import MegatronModel
+from verl_megatron_mindspeed.update.optimizer import fill_state
 from verl_megatron_mindspeed.update.training import Training
 from verl_megatron_mindspeed.weights.weight_map import WeightMap
 
@@ -16,18 +16,12 @@ _MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
 
 def training_state(model: MegatronModel, weights: WeightMap, training: Training | None) -> dict[str, Any]:
-    """Collect the state; tensors are live. In the form that engines have whose optimizer is torch's AdamW.
-
-    Args:
-        model: its buffers.
-        weights: where Hugging Face's weights lie.
-        training: None in a forward-only engine, which has weights only.
-    """
+    """Collect the state, live, as engines have it whose optimizer is torch's AdamW; without training weights only."""
     if training is None:
         dtype = next(iter(weights.specs())).dtype
         parts = weights.tensor_shards(lambda parameter: parameter.detach(), dtype=dtype)
         return {"model": parts, "buffers": _buffers(model)}
-    training.fill_moments()
+    fill_state(training.slices, training.num_updates)
     values = weights.tensor_shards(training.held_master)
     moments = {name: weights.tensor_shards(partial(training.held_moment, name)) for name in _MOMENTS}
     step = torch.tensor(float(training.num_updates))
@@ -48,7 +42,6 @@ def load_state(model: MegatronModel, weights: WeightMap, training: Training | No
     """Take a state as `training_state` collects it; what it lacks stays as it is.
 
     Rates, weight decay and so on are the config's, not those of a run before.
-
     Collectives: with the distributed optimizer, all-gathers of the weights over the data-parallel ranks.
     """
     own = training_state(model, weights, training)
@@ -63,7 +56,7 @@ def load_state(model: MegatronModel, weights: WeightMap, training: Training | No
         _take_parts(own["optimizer"]["state"][name], given)
     if entries:
         training.num_updates = max(int(given["step"]) for given in entries.values())
-    training.fill_moments()
+    fill_state(training.slices, training.num_updates)
     training.num_steps = int(state["schedule"]["last_epoch"])
     if training.loss_scaler is not None and "loss_scaler" in state:
         training.loss_scaler.load_state_dict(state["loss_scaler"])
@@ -84,9 +77,8 @@ def _take_parts(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
 def _param_groups(training: Training, values: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
     """Describe what torch's AdamW would have: a group for each weight decay; vectors have none."""
     config = training.config
-    rate = config.learning_rate * lr_multiplier(config, training.num_steps)
     nothing = torch.nn.Parameter(torch.zeros(1))
-    defaults = torch.optim.AdamW([nothing], lr=rate, betas=config.betas, eps=config.eps).defaults
+    defaults = torch.optim.AdamW([nothing], lr=training.scheduled_rate, betas=config.betas, eps=config.eps).defaults
     groups: dict[float, list[str]] = {}
     for name, whole in values.items():
         groups.setdefault(config.weight_decay if whole.ndim > 1 else 0.0, []).append(name)
@@ -95,14 +87,11 @@ def _param_groups(training: Training, values: Mapping[str, torch.Tensor]) -> lis
 
 
 def _schedule(training: Training, num_groups: int) -> dict[str, Any]:
-    """Describe the schedule as torch's LambdaLR does."""
-    config = training.config
-    rate = config.learning_rate * lr_multiplier(config, training.num_steps)
     return {
-        "base_lrs": [config.learning_rate] * num_groups,
+        "base_lrs": [training.config.learning_rate] * num_groups,
         "last_epoch": training.num_steps,
         "lr_lambdas": [None] * num_groups,
-        "_last_lr": [rate] * num_groups,
+        "_last_lr": [training.scheduled_rate] * num_groups,
         "_step_count": training.num_steps + 1,
     }
 

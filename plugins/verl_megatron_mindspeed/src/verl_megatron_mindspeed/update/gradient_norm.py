@@ -1,6 +1,6 @@
 """The norm of the whole gradient, each element counted once, however many ranks hold it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,14 +33,6 @@ class GradientNorm:
     def __init__(
         self, slices: Sequence[Slice], places: Sequence[Place], device: torch.device, *, is_distributed: bool
     ) -> None:
-        """Decide what counts here.
-
-        Args:
-            slices: of this rank.
-            places: of all its parameters.
-            device: of the gradients.
-            is_distributed: whether the optimizer's parts are divided among data-parallel ranks.
-        """
         place_of = {id(place.parameter): place for place in places}
         self._counted = [_counted(each, place_of[id(each.parameter)], is_distributed) for each in slices]
         self._device = device
@@ -49,13 +41,9 @@ class GradientNorm:
 
     def gradients(self) -> list[torch.Tensor]:
         """List this rank's gradients, live, as the optimizer takes them."""
-        return list(self._gradients())
-
-    def _gradients(self) -> Iterator[torch.Tensor]:
-        for each in self._counted:
-            gradient = each.part.held.grad
-            assert gradient is not None, f"{each.part.name} has no gradient"
-            yield gradient
+        gradients = [each.part.held.grad for each in self._counted if each.part.held.grad is not None]
+        assert len(gradients) == len(self._counted), "a slice has no gradient"
+        return gradients
 
     def norm(self) -> float:
         """Return the L2 norm; not finite on every rank where an element is not on any. Collectives: an all-reduce."""
@@ -71,7 +59,7 @@ class GradientNorm:
     def num_zeros(self) -> int:
         """Count the elements that are exactly zero. Collectives: an all-reduce."""
         total = torch.zeros((), dtype=torch.int64, device=self._device)
-        for gradient, each in zip(self._gradients(), self._counted, strict=True):
+        for gradient, each in zip(self.gradients(), self._counted, strict=True):
             if each.is_counted:
                 total += each.num_elements - torch.count_nonzero(gradient.view(-1)[: each.num_elements])
         dist.all_reduce(total)

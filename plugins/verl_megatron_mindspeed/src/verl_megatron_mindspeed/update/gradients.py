@@ -14,12 +14,7 @@ class Gradients:
     """The gradients of all chunks of the model on this rank: float32, flat, whole also where the optimizer is not."""
 
     def __init__(self, chunks: Sequence[Any], device: Device) -> None:
-        """Begin with zeros.
-
-        Args:
-            chunks: wrapped in Megatron's DistributedDataParallel.
-            device: where the buffers are.
-        """
+        """Begin with zeros; the chunks are wrapped in Megatron's DistributedDataParallel."""
         self._chunks = chunks
         self._memories = [
             FlatMemory(buffer.grad_data, device)

@@ -28,11 +28,7 @@ class FlatMemory:
         self._num_bytes = flat.untyped_storage().nbytes()
 
     def release(self, *, keep: bool = True) -> None:
-        """Give the memory back.
-
-        Args:
-            keep: what it holds; else it is not defined after `take_back`.
-        """
+        """Give the memory back, and `keep` what it holds; else that is not defined after `take_back`."""
         if keep:
             self.copy = to_host(self.flat)
             self._device.synchronize()

@@ -1,17 +1,16 @@
 """Parts of the engine on the CPU, so that others can use its device meanwhile; and back."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from verl_engine.contract.errors import UnsupportedError
 from verl_engine.engine.device import Device
+from verl_engine.engine.offload import PARTS
 from verl_megatron_mindspeed.model.build import MegatronModel
 from verl_megatron_mindspeed.update.memory import FlatMemory, to_host
 from verl_megatron_mindspeed.update.training import Training
-
-PARTS: Final = ("parameters", "gradients", "optimizer")
 
 
 class Offload:
@@ -22,7 +21,6 @@ class Offload:
     """
 
     def __init__(self, model: MegatronModel, training: Training | None, device: Device) -> None:
-        """Begin with everything on the device."""
         self._model = model
         self._training = training
         self._device = device
@@ -30,11 +28,7 @@ class Offload:
         self._flat = [] if training is None else list(_flat_parameters(training, device))
 
     def require(self, *parts: str) -> None:
-        """Refuse to go on while one of these parts is away.
-
-        Raises:
-            UnsupportedError: it is.
-        """
+        """Raise UnsupportedError while one of these parts is away."""
         missing = [part for part in PARTS if part in self._away and part in parts]
         if missing:
             raise UnsupportedError(
@@ -46,11 +40,8 @@ class Offload:
     def move(self, *, to_cpu: bool, parameters: bool, gradients: bool, optimizer: bool) -> None:
         """Move parts; those that are there already stay as they are. On return all copies are complete.
 
-        Args:
-            to_cpu: which way.
-            parameters: with the modules' buffers.
-            gradients: those of an accumulation under way are kept.
-            optimizer: float32 masters, and Adam's moments.
+        Parameters go with the modules' buffers, the optimizer with float32 masters; gradients of an accumulation under
+        way are kept.
         """
         asked = zip(PARTS, (parameters, gradients, optimizer), strict=True)
         moving = {part for part, is_asked in asked if is_asked and (part in self._away) is not to_cpu}
@@ -103,7 +94,6 @@ def _flat_parameters(
 
 
 def _move_buffers(chunks: list[torch.nn.Module], copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Move the modules' buffers; those that several modules share stay shared."""
     moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for chunk in chunks:
         for module in chunk.modules():

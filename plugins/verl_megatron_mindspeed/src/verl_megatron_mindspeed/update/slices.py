@@ -49,12 +49,7 @@ class Slice:
 
 
 def find_slices(optimizers: Sequence[Any], names: Mapping[torch.nn.Parameter, str]) -> list[Slice]:
-    """Go through Megatron's optimizers.
-
-    Args:
-        optimizers: the links of a ChainedOptimizer.
-        names: of all parameters.
-    """
+    """Go through Megatron's optimizers, the links of a ChainedOptimizer."""
     return [
         Slice(names[parameter], parameter, start, held, optimizer.optimizer)
         for optimizer in optimizers

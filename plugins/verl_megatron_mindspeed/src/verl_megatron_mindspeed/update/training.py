@@ -15,13 +15,7 @@ from verl_megatron_mindspeed.model.build import MegatronModel
 from verl_megatron_mindspeed.parallel import Parallel
 from verl_megatron_mindspeed.update.gradient_norm import GradientNorm
 from verl_megatron_mindspeed.update.gradients import Gradients
-from verl_megatron_mindspeed.update.optimizer import (
-    build_optimizer,
-    fill_state,
-    inner_optimizers,
-    set_weight_decay,
-    wrap_chunks,
-)
+from verl_megatron_mindspeed.update.optimizer import build_optimizer, inner_optimizers, set_weight_decay, wrap_chunks
 from verl_megatron_mindspeed.update.slices import Slice, find_slices
 from verl_megatron_mindspeed.weights.pieces import Held
 from verl_megatron_mindspeed.weights.places import find_places
@@ -64,26 +58,24 @@ class Training:
         self._is_gather_due = False
         model.transformer.grad_scale_func = self.scale_loss
 
+    @property
+    def scheduled_rate(self) -> float:
+        """The learning rate where the schedule is."""
+        return self.config.learning_rate * lr_multiplier(self.config, self.num_steps)
+
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Multiply a loss by float16's loss scale; Megatron calls it before the backward."""
         return loss if self.loss_scaler is None else loss * self.loss_scaler.scale
-
-    def finalize(self, chunks: list[Any], num_tokens: Any = None, **options: Any) -> None:
-        """Reduce the gradients; for the schedule's ``finalize_model_grads_func``. See `Gradients.finalize`."""
-        self.gradients.finalize(chunks, num_tokens, **options)
 
     @torch.no_grad()
     def step(self, learning_rate: float | None = None) -> OptimizerStep:
         """Clip and step, or skip on all ranks alike when the norm is not finite; then forget the gradients.
 
-        Args:
-            learning_rate: used as it is; None for the schedule's.
-        Collectives: an all-reduce of the norm over all ranks, with ``count_zeros`` another, and with the distributed
-        optimizer all-gathers of the weights, unless they overlap with the next forward.
+        A given rate is used as it is. Collectives: an all-reduce of the norm over all ranks, with ``count_zeros``
+        another, and with the distributed optimizer all-gathers of the weights, unless they overlap with the next
+        forward.
         """
-        rate = learning_rate
-        if rate is None:
-            rate = self.config.learning_rate * lr_multiplier(self.config, self.num_steps)
+        rate = self.scheduled_rate if learning_rate is None else learning_rate
         self._optimizer.prepare_grads()  # from the buffers to where torch's optimizer looks for them
         scale = 1.0 if self.loss_scaler is None else self.loss_scaler.scale
         norm = self._norm.norm() / scale
@@ -164,13 +156,9 @@ class Training:
         return None if each is None else each.as_held(each.master)
 
     def held_moment(self, name: str, parameter: torch.Tensor) -> Held:
-        """Return Adam's moment for it: ``exp_avg`` or ``exp_avg_sq``; after `fill_moments`."""
+        """Return Adam's moment for it: ``exp_avg`` or ``exp_avg_sq``; after `fill_state`."""
         each = self._find(parameter)
         return None if each is None else each.as_held(each.inner.state[each.held][name].view(-1))
-
-    def fill_moments(self) -> None:
-        """Complete Adam's state, also before the first step."""
-        fill_state(self.slices, self.num_updates)
 
     def _find(self, parameter: torch.Tensor) -> Slice | None:
         assert isinstance(parameter, torch.nn.Parameter)

@@ -11,11 +11,8 @@ Result = TypeVar("Result")
 
 
 def on_all_ranks(function: Callable[[], Result], what: str) -> list[Result]:
-    """Call something on every rank, and return what all of them got; where one fails, all raise.
+    """Call something without collectives on every rank, and return all small results; where one fails, all raise.
 
-    Args:
-        function: without collectives; its result is small.
-        what: it is about, for messages.
     Raises:
         ModelError: on the ranks where nothing was wrong; on the others their own error.
     Collectives: an all-gather of the results.

@@ -1,41 +1,44 @@
-"""The weights of a Hugging Face folder: rectangles read from its safetensors files."""
+"""The weights of a Hugging Face folder: whether they are a model's, and rectangles read from its safetensors files."""
 
 import json
+import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from verl_engine.contract.errors import ModelError
+from verl_engine.engine.base import WeightSpec
 
+_LOG: Final = logging.getLogger(__name__)
+_NUM_NAMED: Final = 10
 _SINGLE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 _EXPERT: Final = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<part>gate|up|down)_proj\.weight")
 
 
+@dataclass(frozen=True, slots=True)
 class _Stored:
     """A weight in a file, alone or in a stack of experts."""
 
-    def __init__(
-        self, name: str, whole: Any, shape: tuple[int, ...], number: int | None = None, first_row: int = 0
-    ) -> None:
-        self.name = name
-        self.slice = whole
-        self.shape = shape
-        self._number = number
-        self._first_row = first_row
+    name: str
+    whole: Any
+    shape: tuple[int, ...]
+    number: int | None = None
+    first_row: int = 0
 
     def place(self, inner: tuple[slice, ...]) -> tuple[slice, ...]:
         """Say where in the file a rectangle of the weight is."""
-        if self._number is None:
+        if self.number is None:
             return inner
-        rows = slice(inner[0].start + self._first_row, inner[0].stop + self._first_row)
-        return (slice(self._number, self._number + 1), rows, *inner[1:])
+        rows = slice(inner[0].start + self.first_row, inner[0].stop + self.first_row)
+        return (slice(self.number, self.number + 1), rows, *inner[1:])
 
 
 class WeightFolder:
@@ -45,11 +48,7 @@ class WeightFolder:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open all files and read what is in them, but no weights.
-
-        Raises:
-            ModelError: there are no safetensors files, or one is missing or damaged.
-        """
+        """Open all files, and read no weights; ModelError where one is missing or damaged, or there is none."""
         self.folder = folder
         self._files: dict[str, Any] = {}
         with ExitStack() as opened:
@@ -67,9 +66,7 @@ class WeightFolder:
         """Return it."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         """Close the files."""
         self._opened.close()
 
@@ -87,18 +84,15 @@ class WeightFolder:
         return self._stored(name).shape
 
     def read(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """Read a rectangle of a weight that is there; no more than that is read.
+        """Read no more than a rectangle of a weight that is there, on the CPU, in the folder's dtype.
 
-        Returns:
-            On the CPU, in the folder's dtype.
-        Raises:
-            ModelError: the data is damaged, or in a dtype for quantized numbers.
+        ModelError where the data is damaged, or in a dtype for quantized numbers.
         """
         stored = self._stored(name)
         rows = zip(offsets, shape, strict=True)
         inner = tuple(slice(begin, begin + length) for begin, length in rows)
         try:
-            part: torch.Tensor = stored.slice[stored.place(inner)]
+            part: torch.Tensor = stored.whole[stored.place(inner)]
         except (SafetensorError, OSError) as error:
             raise ModelError(f"model folder {self.folder}: {name} cannot be read: {error}") from error
         if not part.is_floating_point() or part.itemsize == 1:
@@ -132,7 +126,6 @@ class WeightFolder:
 
 
 def _paths(folder: Path) -> Iterator[Path]:
-    """Yield the files that hold weights."""
     if (folder / _SINGLE).is_file():
         yield folder / _SINGLE
     elif (folder / _INDEX).is_file():
@@ -143,3 +136,41 @@ def _paths(folder: Path) -> Iterator[Path]:
             f"model folder {folder} has neither {_SINGLE} nor {_INDEX}; weights of other formats are not read: load "
             "the model in transformers once, and save it again"
         )
+
+
+def missing_weights(found: WeightFolder, specs: Mapping[str, WeightSpec], optional: AbstractSet[str]) -> set[str]:
+    """Return which optional weights a folder lacks. Every rank looks at all weights, and finds the same.
+
+    Raises:
+        ModelError: it lacks others, or has a weight in another shape.
+    """
+    there = {name for name in specs if found.stored_name(name) is not None}
+    missing = specs.keys() - there
+    if missing - optional:
+        raise ModelError(
+            f"model folder {found.folder} lacks {_some(missing - optional)}; it holds {_some(found.names) or 'nothing'}"
+        )
+    wrong = {
+        f"{name} has shape {found.shape(name)} instead of {specs[name].shape}"
+        for name in there
+        if found.shape(name) != specs[name].shape
+    }
+    if wrong:
+        raise ModelError(f"model folder {found.folder}: weights do not fit its config.json: {_some(wrong)}")
+    return missing
+
+
+def report(folder: Path, specs: Mapping[str, WeightSpec], missing: AbstractSet[str], needless: str) -> None:
+    """Say what of the folder and the model did not meet; the folder may have the weight `needless` all the same."""
+    if missing:
+        _LOG.warning("model folder %s lacks %s: drawn anew, by engine.seed", folder, _some(missing))
+    with WeightFolder(folder) as found:
+        used = {found.stored_name(name) for name in specs}
+        unexpected = found.names - used - {needless}
+    if unexpected:
+        _LOG.warning("model folder %s holds weights that the model does not have: %s", folder, _some(unexpected))
+
+
+def _some(names: AbstractSet[str]) -> str:
+    more = len(names) - _NUM_NAMED
+    return ", ".join(sorted(names)[:_NUM_NAMED]) + (f" and {more} more" if more > 0 else "")

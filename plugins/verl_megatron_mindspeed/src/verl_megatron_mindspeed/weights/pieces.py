@@ -36,22 +36,14 @@ class Piece:
         """Of the rectangle."""
         return (self.num_rows, *self.parameter.shape[1:])
 
-    def view(self) -> torch.Tensor:
-        """Return the live rows, detached. Ask again after a move: the parameter's memory may be another one then."""
-        return self.rows_of(self.parameter)
-
     def rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the same rows of a tensor of the parameter's shape, live and detached."""
+        """Return these rows, live and detached, of the parameter as it is now, or of a tensor of its shape."""
         return tensor.detach().narrow(0, self.first_row, self.num_rows)
 
     def parts(self, held: Held) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-        """Yield what is held of this piece, as rectangles of the weight.
+        """Yield where rectangles of the weight begin in it that are held of this piece, and their live content.
 
-        Args:
-            held: of the parameter. A flat range gives three rectangles at most: the end of a row, whole rows, and the
-                beginning of one.
-        Yields:
-            Where each begins in the weight, and its live content, with the weight's dims.
+        A flat range gives three at most: the end of a row, whole rows, and the beginning of one.
         """
         if isinstance(held, torch.Tensor):
             yield self.offsets, self.rows_of(held)
@@ -76,8 +68,7 @@ class Piece:
 def rectangles(begin: int, end: int, width: int) -> Iterator[tuple[int, int, int, int]]:
     """Divide elements ``begin`` to ``end`` of a row-major matrix into rectangles, each contiguous; three at most.
 
-    Yields:
-        First row, first column, number of rows, number of columns.
+    Yields first row, first column, number of rows, number of columns.
     """
     if begin < end and begin % width:
         row, column = divmod(begin, width)
@@ -113,11 +104,7 @@ class Split:
 def plain_pieces(name: str, parameter: torch.Tensor, split: Split, num_rows: int | None = None) -> list[Piece]:
     """Take a parameter that is a shard of one weight.
 
-    Args:
-        name: of the weight.
-        parameter: the rank's.
-        split: how it is divided.
-        num_rows: of the weight, where the parameter's last rows, those of all ranks together, are padding.
+    That has `num_rows` where the parameter's last rows, those of all ranks together, are padding.
     """
     shape = tuple(split.whole(dim, length) for dim, length in enumerate(parameter.shape))
     offsets = tuple(split.offset(dim, length) for dim, length in enumerate(parameter.shape))
@@ -212,20 +199,16 @@ class Block:
 
     def content(self) -> torch.Tensor:
         """Return the rectangle: live where it lies in one piece, else a copy."""
-        views = [piece.view() for piece in self.pieces]
+        views = [piece.rows_of(piece.parameter) for piece in self.pieces]
         return views[0] if len(views) == 1 else torch.cat(views)
 
     def fill(self, content: torch.Tensor) -> None:
         """Copy a rectangle of this shape into the parameters."""
         rows = content.detach().split([piece.num_rows for piece in self.pieces])
         for piece, part in zip(self.pieces, rows, strict=True):
-            piece.view().copy_(part)
+            piece.rows_of(piece.parameter).copy_(part)
 
     def parts(self, get: Callable[[torch.Tensor], Held]) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-        """Yield what is held of the weight as rectangles of it; see `Piece.parts`.
-
-        Args:
-            get: gives what is held for a parameter.
-        """
+        """Yield what is held of the weight as rectangles, where `get` gives it for a parameter; see `Piece.parts`."""
         for piece in self.pieces:
             yield from piece.parts(get(piece.parameter))

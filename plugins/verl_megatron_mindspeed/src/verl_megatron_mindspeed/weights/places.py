@@ -49,11 +49,7 @@ class Place:
 
 
 def find_places(model: MegatronModel, parallel: Parallel) -> list[Place]:
-    """Go through the parameters of all chunks.
-
-    Raises:
-        ModelError: a parameter that no Hugging Face weight is known for, or that is neither vector nor matrix.
-    """
+    """Go through the parameters of all chunks; ModelError for those of unknown weights, or of more than two dims."""
     return [
         _place(model.global_name(chunk, name), parameter, model, parallel)
         for chunk, part in enumerate(model.parts())

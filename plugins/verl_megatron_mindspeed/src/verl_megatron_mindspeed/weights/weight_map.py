@@ -7,23 +7,23 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from verl_engine.contract.errors import WeightsError
 from verl_engine.engine.base import WeightShard, WeightSpec
 from verl_engine.engine.device import Device
 from verl_engine.engine.weights.incoming import paired_shards, paired_weights
 from verl_engine.engine.weights.model_files import ModelFiles
+from verl_engine.engine.weights.model_folder import write_model_folder
 from verl_engine.engine.weights.module_weights import is_first_rank
 from verl_engine.engine.weights.shards import shard_of, shared_by
 from verl_engine.engine.weights.tensor_shards import TensorShards
 from verl_megatron_mindspeed.model.build import MegatronModel
 from verl_megatron_mindspeed.parallel import Parallel
 from verl_megatron_mindspeed.weights.agreement import num_ranks, on_all_ranks
-from verl_megatron_mindspeed.weights.fit import missing_weights, report
-from verl_megatron_mindspeed.weights.folder import WeightFolder
+from verl_megatron_mindspeed.weights.folder import WeightFolder, missing_weights, report
 from verl_megatron_mindspeed.weights.pieces import Block, Held
 from verl_megatron_mindspeed.weights.places import blocks_of, find_places
-from verl_megatron_mindspeed.weights.saving import save_pretrained
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +73,9 @@ class WeightMap:
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Put full weights together one by one; each is valid until the next is taken.
 
-        No more than one full weight is alive at a time, if the caller drops it before it takes the next.
-
-        Raises:
-            WeightsError: there is no such weight.
-        Collectives: a broadcast, over all ranks, of each shard; what several ranks hold is sent once.
+        No more than one full weight is alive at a time, if the caller drops it before it takes the next. WeightsError
+        where there is no such weight. Collectives: a broadcast, over all ranks, of each shard; what several hold is
+        sent once.
         """
         for name in names:
             if name not in self._specs:
@@ -118,11 +116,8 @@ class WeightMap:
     ) -> None:
         """Copy full weights into the parameters; each rank cuts out its own shard. No collectives.
 
-        Args:
-            weights: all of them.
-            get: gives what else is to take them, such as float32 masters, which are not rounded as parameters are.
-        Raises:
-            WeightsError: a name or shape that the model does not have, or a weight that is missing.
+        `get` gives what else is to take them, such as float32 masters, which are not rounded as parameters are.
+        WeightsError for a name or shape that the model does not have, or a weight that is missing.
         """
         for spec, whole in paired_weights(self._specs, weights, lambda spec: spec.shape):
             own = self._blocks.get(spec.name)
@@ -135,8 +130,7 @@ class WeightMap:
     def load_weight_shards(self, shards: Iterable[WeightShard]) -> None:
         """Copy shards into the parameters, as `weight_shards` of the same rank gives them. No collectives.
 
-        Raises:
-            WeightsError: a name or offsets that are not this rank's, or a weight that is missing.
+        WeightsError for a name or offsets that are not this rank's, or a weight that is missing.
         """
         for spec, part in paired_shards(self._specs, shards, self._place):
             own = self._blocks.get(spec.name)
@@ -167,13 +161,8 @@ class WeightMap:
     def read_folder_into(self, get: Callable[[torch.Tensor], Held]) -> set[str]:
         """Read the weights of the folder of `load_folder` into something else, such as unrounded float32 masters.
 
-        Args:
-            get: gives what this rank holds for a parameter; live.
-        Returns:
-            The weights that the folder lacks, of a critic's head; for them nothing was read.
-        Raises:
-            ModelError: as `load_folder`.
-        Collectives: an all-gather of small objects.
+        `get` gives what this rank holds for a parameter, live. Returns the weights that the folder lacks, of a critic's
+        head; for them nothing was read. Raises as `load_folder`. Collectives: an all-gather of small objects.
         """
         folder = self._folder
         assert folder is not None, "load_folder comes first"
@@ -190,7 +179,6 @@ class WeightMap:
         return on_all_ranks(read, f"model folder {folder}")[0]
 
     def _head_names(self) -> set[str]:
-        """Return which weights a folder may lack."""
         if self._model.head != "value":
             return set()
         return {*self._model.hf_names("output_layer.weight"), *self._model.hf_names("output_layer.bias")}
@@ -198,14 +186,10 @@ class WeightMap:
     def tensor_shards(
         self, get: Callable[[torch.Tensor], Held], *, dtype: torch.dtype = torch.float32
     ) -> dict[str, TensorShards]:
-        """Say what this rank holds of something that is kept for every parameter, by the weights' names.
+        """Say by the weights' names what this rank holds of something kept for every parameter, which `get` gives live.
 
-        Args:
-            get: gives what this rank holds for a parameter; live.
-            dtype: of what is kept.
-        Returns:
-            All weights of the model in the order of `specs`, maybe without any part. A tied output layer's copy is read
-            from a checkpoint, not written into it; so are flat ranges of what the tensor-parallel ranks hold alike.
+        All weights of the model come in the order of `specs`, maybe without any part. A tied output layer's copy is
+        read from a checkpoint, not written into it; so are flat ranges of what the tensor-parallel ranks hold alike.
         """
         found = {}
         for spec in self._specs.values():
@@ -216,11 +200,14 @@ class WeightMap:
         return found
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write a Hugging Face folder with these weights.
-
-        Collectives: those of all `full_weights`, then a broadcast.
-        """
-        save_pretrained(self.full_weights(list(self._specs)), self._model.hf_config, self._files, folder)
+        """Write a Hugging Face folder, after the collectives of all `full_weights`; see `write_model_folder`."""
+        hf_config = self._model.hf_config
+        architectures = list(hf_config.architectures or ())
+        language_model = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(hf_config.model_type)
+        is_critic = any("Classification" in name for name in architectures)
+        if not is_critic and isinstance(language_model, str):
+            architectures = [language_model]
+        write_model_folder(self.full_weights(list(self._specs)), self._files, folder, architectures)
 
 
 def _held_shard(name: str, block: Block) -> _HeldShard:

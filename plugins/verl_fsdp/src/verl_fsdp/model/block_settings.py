@@ -1,9 +1,9 @@
-"""torch.compile on a block."""
+"""What blocks are told before they are sharded: torch.compile, and transformers' activation checkpointing."""
 
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
-from verl_engine.contract.errors import ConfigError, UnsupportedError
+from verl_engine.contract.errors import ConfigError, ModelError, UnsupportedError
 from verl_fsdp.config import TorchSharding
 from verl_fsdp.forward.attention import PACKED_ATTENTION, packed_attention
 
@@ -40,3 +40,18 @@ def compile_block(block: torch.nn.Module, config: TorchSharding) -> None:
             f"{', '.join(torch.compiler.list_backends())}"
         ) from error
     _backends_used.add(config.compile_backend)
+
+
+def enable_recompute(model: PreTrainedModel, config: TorchSharding) -> None:
+    """Let each block of a model, before it is sharded, keep its input only, and compute the rest again in the backward.
+
+    No effect unless configured; ModelError where the model does not support it.
+    """
+    if not config.activation_checkpointing:
+        return
+    if not model.supports_gradient_checkpointing:
+        raise ModelError(
+            f"engine.activation_checkpointing=true: {type(model).__name__} does not support it; set it to false"
+        )
+    # In train mode only, says transformers' own layer. Reentrant checkpoints would lose gradients of frozen inputs.
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -30,7 +30,7 @@ import torch
 
 from verl_engine import BackendHost, BackendSpec, Device, EngineConfig, hookimpl
 from verl_engine.engine.module_engine import ModuleEngine
-from verl_engine.engine.snapshots.layout import spread_sample
+from verl_engine.engine.snapshots.checksum import spread_sample
 from verl_engine.engine.snapshots.manager import Snapshots
 from verl_engine.engine.snapshots.shared import SnapshotReader
 

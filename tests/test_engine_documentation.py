@@ -17,6 +17,7 @@ OTHERS: Final = {
     "Iterable",
     "Iterator",
     "Mapping",
+    "Self",
 }
 """Python's and torch's."""
 

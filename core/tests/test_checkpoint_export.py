@@ -100,7 +100,7 @@ def test_no_more_than_one_file_of_weights_is_in_memory(tmp_path: Path) -> None:
 
     with (
         mock.patch("safetensors.torch.save_file", measured),
-        mock.patch("verl_engine.engine.checkpoints.export._sync"),
+        mock.patch("verl_engine.engine.checkpoints.export.sync"),
     ):
         export_checkpoint(checkpoint, tmp_path / "out", shard_bytes=10_000)
     assert len(sizes) > 5

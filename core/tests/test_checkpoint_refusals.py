@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,6 @@ import torch
 from core.tests.test_checkpoint_store import same, trained
 from core.tests.test_module_engine import PlainEngine, make, weights
 from verl_engine.contract.errors import ConfigError, WeightsError
-from verl_engine.engine.checkpoints.digests import digest_text
 from verl_engine.engine.checkpoints.store import CheckpointStore
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def edit_manifest(store: CheckpointStore, **changed: Any) -> None:
     path = store.root / "step-00000001" / "checkpoint.json"
     fields = {**json.loads(path.read_text(encoding="utf-8")), **changed}
     del fields["sha256"]
-    seal = digest_text(json.dumps(fields, sort_keys=True))
+    seal = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
     path.write_text(json.dumps({**fields, "sha256": seal}), encoding="utf-8")
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from verl_engine.contract.errors import BatchError
-from verl_engine.engine.data_parallel import DataParallel
 from verl_engine.engine.metrics import Metric, Totals
+from verl_engine.engine.process_group import DataParallel
 
 if TYPE_CHECKING:
     from verl_engine.testing.rank_pools import OnRanks

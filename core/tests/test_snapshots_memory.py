@@ -11,9 +11,10 @@ import torch
 from core.tests.snapshot_engine import change, make_engine, make_snapshots, same, values
 from verl_engine.contract.errors import WeightsError
 from verl_engine.engine.device import Device
-from verl_engine.engine.snapshots.layout import Layout, spread_sample
+from verl_engine.engine.snapshots.checksum import spread_sample
 from verl_engine.engine.snapshots.memory import SnapshotMemory
 from verl_engine.engine.snapshots.weight_snapshot import WeightSnapshot
+from verl_engine.engine.weights.bucket import WeightBucket
 
 SLOT = 192 + 64 + 0 + 64 + 64
 """Bytes of one slot of the engine's weights: each at a multiple of 64."""
@@ -24,7 +25,7 @@ def place(snapshot: WeightSnapshot) -> int:
 
 
 def test_each_weight_begins_at_a_multiple_of_64_bytes() -> None:
-    layout = Layout.of({"a": torch.zeros(17), "none": torch.zeros(0), "b": torch.zeros((), dtype=torch.bool)})
+    layout = WeightBucket.of({"a": torch.zeros(17), "none": torch.zeros(0), "b": torch.zeros((), dtype=torch.bool)})
     assert [(entry.name, entry.offset) for entry in layout.entries] == [("a", 0), ("none", 128), ("b", 128)]
     assert layout.num_bytes == 192
     views = layout.views(torch.zeros(192, dtype=torch.uint8))
@@ -132,7 +133,7 @@ def test_memory_that_the_machine_does_not_have_is_an_error_of_the_tree() -> None
         def numel(self) -> int:
             return 2**60
 
-    layout = Layout.of({"a": torch.ones(1).as_subclass(Endless)})
+    layout = WeightBucket.of({"a": torch.ones(1).as_subclass(Endless)})
     with pytest.raises(WeightsError, match=r"a snapshot needs 4294967296\.00 GiB of memory"):
         SnapshotMemory().slot_for("tag 'a'", layout, None, "private")
 

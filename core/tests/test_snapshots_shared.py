@@ -16,9 +16,10 @@ import torch
 
 from core.tests.snapshot_engine import change, make_engine, make_snapshots, same, values
 from verl_engine.contract.errors import WeightsError
-from verl_engine.engine.snapshots.layout import Layout, weights_checksum
+from verl_engine.engine.snapshots.checksum import weights_checksum
 from verl_engine.engine.snapshots.shared import SharedSlot, SnapshotReader
 from verl_engine.engine.snapshots.shared_file import SharedFile, remove_stale_files
+from verl_engine.engine.weights.bucket import WeightBucket
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,8 +36,8 @@ OWN = """
 import sys, torch
 from pathlib import Path
 from verl_engine.engine.snapshots.shared import SharedSlot
-from verl_engine.engine.snapshots.layout import Layout
-slot = SharedSlot(Layout.of({"a": torch.ones(4)}), Path(sys.argv[1]))
+from verl_engine.engine.weights.bucket import WeightBucket
+slot = SharedSlot(WeightBucket.of({"a": torch.ones(4)}), Path(sys.argv[1]))
 """
 
 
@@ -178,7 +179,7 @@ def test_what_swapped_keeps_is_nobody_elses_business(snapshots: Snapshots) -> No
 
 def test_a_reader_never_sees_a_torn_snapshot(tmp_path: Path) -> None:
     """The owner writes without pause; what a reader finds intact after reading is all of one save."""
-    layout = Layout.of({str(index): torch.zeros(20_000) for index in range(4)})
+    layout = WeightBucket.of({str(index): torch.zeros(20_000) for index in range(4)})
     slot = SharedSlot(layout, tmp_path)
     is_done = threading.Event()
 
@@ -211,7 +212,7 @@ def test_a_reader_never_sees_a_torn_snapshot(tmp_path: Path) -> None:
 
 
 def test_a_file_goes_with_its_slot(tmp_path: Path) -> None:
-    slot = SharedSlot(Layout.of({"a": torch.ones(4)}), tmp_path)
+    slot = SharedSlot(WeightBucket.of({"a": torch.ones(4)}), tmp_path)
     slot.begin()["a"].fill_(2)
     slot.commit(1)
     content = SnapshotReader(slot.handle("kept")).newest()
@@ -258,7 +259,7 @@ def test_a_full_folder_is_refused_and_left_clean(tmp_path: Path, monkeypatch: py
     with pytest.raises(
         WeightsError, match=r"a shared snapshot needs 0\.00 GiB in .*No space left on device\); drop a tag"
     ):
-        SharedSlot(Layout.of({"a": torch.ones(4)}), tmp_path)
+        SharedSlot(WeightBucket.of({"a": torch.ones(4)}), tmp_path)
     assert not list(tmp_path.iterdir())
 
 

@@ -12,15 +12,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from verl_engine.contract.errors import UnsupportedError, WeightsError
 from verl_engine.engine.base import WeightShard, WeightSpec
-from verl_engine.engine.weights.module_weights import (
-    Exported,
-    LowRank,
-    full_weights,
-    load_full_weights,
-    load_weight_shards,
-    weight_shards,
-    weight_specs,
-)
+from verl_engine.engine.weights.engine_weights import EngineWeights
+from verl_engine.engine.weights.module_weights import Exported, LowRank, weight_specs
 from verl_engine.engine.weights.shards import assemble_weights
 
 if TYPE_CHECKING:
@@ -30,6 +23,7 @@ if TYPE_CHECKING:
 
     from verl_engine.testing.rank_pools import OnRanks
 
+WEIGHTS = EngineWeights(torch.nn.Module())
 SPEC = WeightSpec("a", (3, 2), torch.float32)
 WHOLE = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
 
@@ -121,14 +115,14 @@ def in_parts(_rank: int, layout: str, shape: tuple[int, ...]) -> list[tuple[Weig
         b_OR = torch.arange(float(shape[0])).view(-1, 1)
         low_rank = LowRank(distribute_tensor(a_RI, mesh, placements), distribute_tensor(b_OR, mesh, placements), 0.5)
     plain, adapted = {"w": Exported(weight)}, {"adapted": Exported(weight, low_rank)}
-    found = [*weight_shards(plain), *weight_shards(adapted)]
+    found = [*WEIGHTS.shards(plain), *WEIGHTS.shards(adapted)]
     copies = [WeightShard(shard.name, shard.view_shape, shard.offsets, shard.tensor.clone()) for shard in found]
-    wholes = [tensor.clone() for _, tensor in (*full_weights(plain, ["w"]), *full_weights(adapted, ["adapted"]))]
-    load_weight_shards(
+    wholes = [tensor.clone() for _, tensor in (*WEIGHTS.full(plain, ["w"]), *WEIGHTS.full(adapted, ["adapted"]))]
+    WEIGHTS.load_shards(
         plain, [WeightShard(shard.name, shard.view_shape, shard.offsets, shard.tensor + 100) for shard in copies[:1]]
     )
     assert torch.equal(full(plain), wholes[0] + 100)
-    load_full_weights(plain, [("w", wholes[0] - 5)])
+    WEIGHTS.load_full(plain, [("w", wholes[0] - 5)])
     assert torch.equal(full(plain), wholes[0] - 5)
     return list(zip(copies, wholes, strict=True))
 
@@ -155,15 +149,15 @@ def refusals(_rank: int) -> list[str]:
     """What a weight of four rows on two ranks does not take."""
     mesh = init_device_mesh("cpu", (2,))
     weight = {"w": Exported(distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)]))}
-    [own] = list(weight_shards(weight))
+    [own] = list(WEIGHTS.shards(weight))
     other = WeightShard("w", (4, 2), (2 - own.offsets[0], 0), torch.ones(2, 2))
     partial = {"p": Exported(DTensor.from_local(torch.ones(2), mesh, [Partial()]))}
     messages = [
-        message_of(lambda: load_weight_shards(weight, [other])),
-        message_of(lambda: load_weight_shards(weight, [])),
-        message_of(lambda: load_weight_shards(weight, [own, own])),
-        message_of(lambda: load_full_weights(weight, [])),
-        message_of(lambda: list(weight_shards(partial))),
+        message_of(lambda: WEIGHTS.load_shards(weight, [other])),
+        message_of(lambda: WEIGHTS.load_shards(weight, [])),
+        message_of(lambda: WEIGHTS.load_shards(weight, [own, own])),
+        message_of(lambda: WEIGHTS.load_full(weight, [])),
+        message_of(lambda: list(WEIGHTS.shards(partial))),
     ]
     assert not full(weight).any()
     return messages
@@ -178,7 +172,7 @@ def message_of(attempt: Callable[[], object]) -> str:
 
 def full(exported: dict[str, Exported]) -> torch.Tensor:
     """Return the only weight."""
-    [(_, tensor)] = list(full_weights(exported, list(exported)))
+    [(_, tensor)] = list(WEIGHTS.full(exported, list(exported)))
     return tensor
 
 
@@ -196,7 +190,7 @@ def test_a_merged_weight_is_worked_out_by_hand() -> None:
     """A = (1 2), B = (1 0)^T, scale 2: the first row grows by (2 4)."""
     base = torch.ones(2, 2)
     exported = {"w": Exported(base, LowRank(torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0], [0.0]]), 2.0))}
-    [(name, merged)] = list(full_weights(exported, ["w"]))
+    [(name, merged)] = list(WEIGHTS.full(exported, ["w"]))
     assert (name, merged.tolist()) == ("w", [[3.0, 5.0], [1.0, 1.0]])
     assert base.tolist() == [[1.0, 1.0], [1.0, 1.0]]
     assert weight_specs(exported) == [WeightSpec("w", (2, 2), torch.float32)]
@@ -205,6 +199,6 @@ def test_a_merged_weight_is_worked_out_by_hand() -> None:
 def test_a_merged_weight_cannot_be_loaded() -> None:
     exported = {"w": Exported(torch.ones(1, 1), LowRank(torch.ones(1, 1), torch.ones(1, 1), 1.0))}
     with pytest.raises(UnsupportedError, match=r"engine\.lora: full weights cannot be told apart"):
-        load_full_weights(exported, [("w", torch.ones(1, 1))])
+        WEIGHTS.load_full(exported, [("w", torch.ones(1, 1))])
     with pytest.raises(UnsupportedError, match=r"engine\.lora: full weights cannot be told apart"):
-        load_weight_shards(exported, [])
+        WEIGHTS.load_shards(exported, [])

@@ -99,7 +99,7 @@ def computed(loss_fn: JobLoss, sequences: list[Sequence], log_probs: torch.Tenso
 
 
 def reduced(metrics: Mapping[str, torch.Tensor | Metric]) -> dict[str, float]:
-    from verl_engine.engine.data_parallel import DataParallel
+    from verl_engine.engine.process_group import DataParallel
 
     totals = Totals(torch.device("cpu"))
     totals.add(torch.zeros(()), metrics, has_loss_tokens=True)

@@ -15,8 +15,8 @@ from core.tests.expert_models import DEEPSEEK, GROUPED_EXPERTS, SIZES
 from verl_engine.contract.engine_config import LoraConfig
 from verl_engine.contract.errors import ModelError
 from verl_engine.engine.train_mode import set_train_mode
+from verl_engine.engine.weights.engine_weights import EngineWeights
 from verl_engine.engine.weights.model_folder import ModelFolderWriter
-from verl_engine.engine.weights.module_weights import exported_tensors, full_weights
 from verl_fsdp.config import Fsdp2Config
 from verl_fsdp.model.loading import load_model
 from verl_fsdp.model.lora import inject_adapters, low_rank_exports, save_adapter
@@ -79,8 +79,8 @@ def test_all_linear_adapts_linear_layers_only_and_is_saved_as_the_plain_model(tm
     config, model = adapted(model_folder(tmp_path / "base", family, **settings))
     assert layers(model) == expected
     assert config.lora is not None
-    exported = low_rank_exports(exported_tensors(model, dict(model.named_parameters())), config.lora)
-    ModelFolderWriter(model).write(model, full_weights(exported, list(exported)), tmp_path / "saved")
+    exported = low_rank_exports(EngineWeights(model).exported(), config.lora)
+    ModelFolderWriter(model).write(model, EngineWeights(model).full(exported, list(exported)), tmp_path / "saved")
     base, saved = (
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("base", "saved")
     )

@@ -1,22 +1,15 @@
-"""A micro-batch as tensors: sequences laid end to end, never padded, never mixed.
-
-Shape legend: T tokens of the micro-batch, N sequences.
-"""
-
-from __future__ import annotations
+"""A micro-batch as tensors, T tokens of N sequences: laid end to end, never padded, never mixed."""
 
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from verl_engine.batch.sequence import Sequence
 from verl_engine.contract.errors import BatchError
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +54,7 @@ class PackedBatch:
     """Of all token ids, those of ``top_k_ids`` among them."""
 
     @classmethod
-    def from_sequences(
-        cls, sequences: list[Sequence], device: torch.device | str = "cpu", top_k: int = 0
-    ) -> PackedBatch:
+    def from_sequences(cls, sequences: list[Sequence], device: torch.device | str = "cpu", top_k: int = 0) -> Self:
         """Pack sequences, sorted by length so that those of equal length are neighbours.
 
         An empty list gives one sequence of one token outside the loss: such a micro-batch adds nothing to the gradient,

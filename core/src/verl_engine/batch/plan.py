@@ -40,7 +40,6 @@ def plan_micro_batches(lengths: Sequence[int], num_ranks: int, max_tokens: int) 
 
 
 def _split(lengths: Sequence[int], shards: list[list[int]], count: int) -> list[list[list[int]]]:
-    """Split each rank's shard into `count` balanced micro-batches."""
     return [
         [[shard[item] for item in group] for group in balance([lengths[index] for index in shard], count)]
         for shard in shards
@@ -68,5 +67,4 @@ def _fill(lengths: Sequence[int], shard: list[int], max_tokens: int) -> list[lis
 
 
 def _keeps_budget(lengths: Sequence[int], micro_batches: list[list[int]], max_tokens: int) -> bool:
-    """Whether every micro-batch keeps to the budget or holds a single sequence."""
     return all(len(group) <= 1 or sum(lengths[index] for index in group) <= max_tokens for group in micro_batches)

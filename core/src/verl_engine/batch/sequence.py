@@ -1,15 +1,12 @@
 """One training sequence, in plain numpy: what travels between processes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from verl_engine.contract.errors import BatchError
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,12 +32,7 @@ class Sequence:
     """[L], or [axes, L] for a model whose positions have several; by default 0, 1, 2 and so on."""
 
     def __post_init__(self) -> None:
-        """Check ids, lengths, temperatures, and the first token's mask.
-
-        Raises:
-            BatchError: an array has another length than the tokens, ``token_ids`` or ``top_k_ids`` are no ids, the
-                temperature of a loss token is not above 0, or the first token is in the loss.
-        """
+        """Check ids, lengths, temperatures, and the first token's mask; a BatchError where one is wrong."""
         length = len(self.token_ids)
         if length == 0:
             raise BatchError("a sequence needs at least one token")
@@ -64,7 +56,6 @@ class Sequence:
             raise BatchError("loss_mask[0] is True, but nothing comes before the first token to predict it from")
 
     def __len__(self) -> int:
-        """Return the number of tokens."""
         return len(self.token_ids)
 
     @property

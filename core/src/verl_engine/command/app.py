@@ -1,8 +1,4 @@
-"""The entry point of ``verl-engine``: runs the command, turns errors into messages, and ends with its exit status.
-
-Importing typer takes more time than listing all plugins does, and scripts ask for that list: so the one line that
-prints it as JSON goes without.
-"""
+"""The entry point of ``verl-engine``: runs the command, turns errors into messages, and ends with its exit status."""
 
 import os
 import sys
@@ -20,10 +16,8 @@ INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command and end the process with its exit code.
+    """Run the command, by default with the arguments of the process, and end the process.
 
-    Args:
-        arguments: without the program's name; by default those of the process.
     Raises:
         SystemExit: always. 0 is success, 2 an error that the user can put right, 130 an interruption with Ctrl-C.
     """

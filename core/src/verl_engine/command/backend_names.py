@@ -1,12 +1,10 @@
 """The names of a new backend: in a job, of its package, of its distribution and its classes."""
 
-from __future__ import annotations
-
 import importlib.util
 import keyword
 import re
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Self
 
 from verl_engine.contract.errors import ConfigError
 from verl_engine.contract.kinds import BACKEND
@@ -15,21 +13,10 @@ from verl_engine.host.distributions import installed_distributions, normalize_na
 
 _OTHERS: Final = frozenset(
     {
-        "accelerate",
-        "deepspeed",
-        "megatron",
-        "mindspeed",
-        "numpy",
-        "pytest",
-        "ray",
-        "tests",
-        "torch",
-        "torch_npu",
-        "transformers",
-        "verl",
-        "vllm",
+        "accelerate", "deepspeed", "megatron", "mindspeed", "numpy", "pytest", "ray", "tests", "torch", "torch_npu",
+        "transformers", "verl", "vllm",
     }
-)
+)  # fmt: skip
 """Packages that an engine imports, or may stand beside, also where they are not installed yet."""
 _NAME = re.compile(r"[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")
 
@@ -48,12 +35,8 @@ class BackendNames:
     """Of the classes: ``My`` in ``MyConfig`` and ``MyEngine``."""
 
     @classmethod
-    def of(cls, name: str) -> BackendNames:
-        """Derive the names.
-
-        Raises:
-            ConfigError: the name is no name, or would collide with something.
-        """
+    def of(cls, name: str) -> Self:
+        """Derive the names; a ConfigError where the name is none, or would collide with something."""
         if not _NAME.fullmatch(name):
             close = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_0123456789")
             advice = f", such as {close}" if _NAME.fullmatch(close) else ""
@@ -75,7 +58,6 @@ def _class_prefix(package: str) -> str:
 
 
 def _check_free(names: BackendNames) -> None:
-    """Refuse a name that Python, pip or verl-engine uses for something else."""
     if keyword.iskeyword(names.package) or keyword.issoftkeyword(names.package):
         raise ConfigError(
             f"NAME={names.package!r} is a keyword of Python; choose another, such as {names.package}_engine"

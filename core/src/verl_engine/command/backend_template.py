@@ -1,8 +1,4 @@
-"""Write a new backend's project from the template in this package.
-
-The template is a folder of ``string.Template`` files: names are all that varies, so a template engine would be one more
-thing to install for nothing. ``PACKAGE`` in a path stands for the package's name.
-"""
+"""Write a new backend's project from ``string.Template`` files; ``PACKAGE`` in a path stands for the package."""
 
 import os
 import shutil
@@ -25,10 +21,11 @@ SUFFIX: Final = ".template"
 
 def render_project(names: BackendNames) -> dict[str, str]:
     """Return the text of each file, by its path in the project."""
+    major, minor = (int(part) for part in __version__.split(".")[:2])
     words = {
         "api_version": str(PLUGIN_API_VERSION),
         "backend": names.backend,
-        "core_range": _core_range(),
+        "core_range": f">={major}.{minor},<{major}.{minor + 1}",
         "distribution": names.distribution,
         "package": names.package,
         "prefix": names.prefix,
@@ -41,14 +38,7 @@ def render_project(names: BackendNames) -> dict[str, str]:
 
 
 def write_project(names: BackendNames, folder: Path) -> None:
-    """Write the project; its folder appears only when it is whole.
-
-    Args:
-        names: of the backend.
-        folder: must not be there yet; folders above it are made.
-    Raises:
-        ConfigError: the folder cannot be written.
-    """
+    """Write the project to a folder that is not there yet, and appears when it is whole; a ConfigError if it cannot."""
     texts = render_project(names)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -75,11 +65,6 @@ def _template_files(folder: Traversable, path: str = "") -> Iterator[tuple[str, 
             yield from _template_files(entry, f"{path}{entry.name}/")
         elif entry.name.endswith(SUFFIX):
             yield f"{path}{entry.name}", entry.read_text(encoding="utf-8")
-
-
-def _core_range() -> str:
-    major, minor = (int(part) for part in __version__.split(".")[:2])
-    return f">={major}.{minor},<{major}.{minor + 1}"
 
 
 def _umask() -> int:

@@ -30,8 +30,7 @@ def check(
     ] = None,
     kind: Annotated[str, typer.Option(metavar="KIND", help="Of plugin; `verl-engine plugins` lists them.")] = "backend",
     ranks: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="How many ranks, where a check wants several.", show_default=False),
+        int | None, typer.Option(metavar="N", help="How many ranks, where a check wants several.", show_default=False)
     ] = None,
     only: Annotated[
         list[str] | None,
@@ -80,11 +79,7 @@ def check(
 
 
 def _load_kit(kind: KindSpec, prefixes: list[str] | None) -> tuple[type[Kit], list[Any]]:
-    """Import the kit of a kind, and choose from its checks.
-
-    Raises:
-        PluginError: it has none, or a library that the kit needs cannot be imported.
-    """
+    """Import the kit of a kind, and choose from its checks; a PluginError where there is none that can be imported."""
     if not kind.kit:
         having = ", ".join(each.name for each in all_kinds() if each.kit)
         raise UnsupportedError(f"--kind={kind.name}: no kit proves plugins of this kind; kinds with one: {having}")

@@ -1,9 +1,7 @@
 """How ``verl-engine check`` shows its progress and its findings."""
 
-from __future__ import annotations
-
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -11,8 +9,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from verl_engine.testing.kits import Kit
+from verl_engine.testing.kits import Kit
 
 STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 

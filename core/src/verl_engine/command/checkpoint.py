@@ -71,8 +71,7 @@ def export(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A checkpoint, or a folder of them: the newest.")],
     output: Annotated[Path, typer.Option(metavar="HF_FOLDER", help="What to write; must not exist.")],
     dtype: Annotated[
-        str | None,
-        typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16; by default as in the checkpoint."),
+        str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16; by default as in the checkpoint.")
     ] = None,
     model: Annotated[
         Path | None,
@@ -110,11 +109,7 @@ def export(
 
 
 def _steps(folder: Path) -> list[int]:
-    """Return the steps of the whole checkpoints in a folder.
-
-    Raises:
-        WeightsError: there is none; says what is there instead.
-    """
+    """Return the steps of the whole checkpoints in a folder; a WeightsError that says what is there instead of any."""
     if not folder.is_dir():
         raise WeightsError(
             f"{folder} {'is a file' if folder.exists() else 'does not exist'}; give a folder of checkpoints"

@@ -28,11 +28,7 @@ class Commands(TyperGroup):
         return sorted({*OWN_COMMANDS, *(entry.name for entry in list_plugins(COMMAND))})
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Import a command.
-
-        Raises:
-            PluginError: it is unknown, cannot be imported, or is no command.
-        """
+        """Import a command; see `find_command`."""
         try:
             return find_command(cmd_name)
         except PluginError:
@@ -77,11 +73,7 @@ def root_command() -> Any:
 
 
 def find_command(name: str) -> Any:
-    """Import a command by name; one of the core's own goes before a plugin's.
-
-    Raises:
-        PluginError: it is unknown, cannot be imported, or is no command.
-    """
+    """Import a command by name, rather the core's own than a plugin's; a PluginError where that cannot be done."""
     entry: PluginEntry | None = None
     if name in OWN_COMMANDS:
         module, _, attribute = OWN_COMMANDS[name][0].partition(":")
@@ -92,11 +84,7 @@ def find_command(name: str) -> Any:
 
 
 def _as_command(found: object, name: str) -> Any:
-    """Make a command of a typer application or a function with type hints; one of click keeps its own parser.
-
-    Raises:
-        HookError: it is none of these.
-    """
+    """Make a command of a typer application or a function with type hints; one of click keeps its own parser."""
     if isinstance(found, TyperCommand | TyperGroup):
         return _one_look(found)
     if isinstance(found, typer.Typer):

@@ -15,8 +15,7 @@ from verl_engine.contract.errors import ConfigError
 def new_backend(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Of the backend: lower-case letters, digits, - and _.")],
     output: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder to make; by default the name, in the current folder."),
+        Path | None, typer.Option(metavar="DIR", help="Folder to make; by default the name, in the current folder.")
     ] = None,
 ) -> None:
     """Write a new engine backend: an installable, typed package with a working engine for one process.

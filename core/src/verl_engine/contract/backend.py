@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
@@ -10,10 +11,7 @@ from verl_engine.contract.errors import UnsupportedError
 from verl_engine.contract.markers import PLUGIN_API_VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from verl_engine.contract.engine_config import EngineConfig
-
+    from verl_engine.contract.engine_config import EngineConfig  # brings pydantic
 
 FEATURES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -50,11 +48,7 @@ class Capabilities:
     """Reason for each missing one of `FEATURES`; shown wherever the feature is asked for."""
 
     def __post_init__(self) -> None:
-        """Check the names.
-
-        Raises:
-            ValueError: a name is not one of `FEATURES`.
-        """
+        """Refuse names that are not in `FEATURES`, with a ValueError."""
         unknown = sorted(self.gaps.keys() - FEATURES.keys())
         if unknown:
             raise ValueError(f"gaps names unknown features {unknown}; they are {sorted(FEATURES)}")
@@ -108,14 +102,7 @@ class BackendSpec:
     """Modules that are on no package index; ``verl-engine doctor`` tells how to get those that are missing."""
 
     def require(self, feature: str) -> None:
-        """Refuse what the backend says it cannot do.
-
-        Args:
-            feature: one of `FEATURES`.
-        Raises:
-            UnsupportedError: the backend declares the gap; gives its reason.
-            ValueError: no such feature.
-        """
+        """Refuse one of `FEATURES` that the backend says it cannot do: an UnsupportedError with its reason."""
         if feature not in FEATURES:
             raise ValueError(f"{feature!r} is not a feature; they are {sorted(FEATURES)}")
         reason = self.capabilities.gaps.get(feature)

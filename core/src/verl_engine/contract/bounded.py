@@ -1,7 +1,4 @@
-"""Types of numbers for config fields, bounded on both sides: what is beyond them is an error in writing.
-
-Whatever counts is used as a length sooner or later, and a float ends in a tensor of float32.
-"""
+"""Types of numbers for config fields: whatever counts is a length at last, and a float ends in a tensor of float32."""
 
 from typing import Annotated, Final
 

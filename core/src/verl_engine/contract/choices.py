@@ -8,14 +8,9 @@ from verl_engine.contract.errors import ConfigError, EngineError
 def require_choice(
     what: str, value: object, choices: Any, *, or_else: str = "", error: type[EngineError] = ConfigError
 ) -> None:
-    """Refuse what is not among the choices.
+    """Refuse a value that is not in a ``Literal`` of texts.
 
-    Args:
-        what: the argument's name, for the message.
-        value: as it was given.
-        choices: a ``Literal`` of texts.
-        or_else: what else is allowed, for the message.
-        error: raised.
+    The message calls it `what`, and adds `or_else` to what is allowed.
     """
     known = get_args(choices)
     if value not in known:

@@ -10,12 +10,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_engine.contract.errors import ConfigError
-from verl_engine.contract.validation import validate
+from verl_engine.contract.validation import shown, validate
 from verl_engine.contract.yaml_text import DEEPEST, is_unicode, read_yaml
 
 __all__ = ["literal", "read_config", "read_overrides", "validate"]
 
-_LONGEST_SHOWN: Final = 100
 _HOW_LITERAL: Final = " (a literal ${ is written \\${)"
 _DOLLAR_BRACE: Final = re.compile(r"(\\*)\$\{")
 
@@ -41,11 +40,7 @@ def read_config(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, An
 
 
 def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
-    """Make a mapping of ``dotted.key=value`` texts alone, as `read_config` reads them.
-
-    Raises:
-        ConfigError: one cannot be applied.
-    """
+    """Make a mapping of ``dotted.key=value`` texts alone, as `read_config` reads them."""
     data: dict[str, Any] = {}
     for override in overrides:
         _apply(data, override)
@@ -65,7 +60,7 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     try:
         is_file = file.is_file()
     except OSError as error:  # its name is too long, say
-        raise ConfigError(f"config file {_shown(str(file))} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"config file {shown(str(file))} cannot be read: {error.strerror}") from error
     if not is_file:
         raise ConfigError(f"config file {file} {'is a folder' if file.is_dir() else 'does not exist'}{_similar(file)}")
     try:
@@ -83,7 +78,6 @@ def _read_yaml(file: Path) -> dict[str, Any]:
 
 
 def _similar(file: Path) -> str:
-    """Say which neighbour was probably meant."""
     if not file.parent.is_dir():
         return f"; the folder {file.parent} does not exist either"
     neighbours = [other.name for other in file.parent.iterdir() if other.suffix in {".yaml", ".yml"}]
@@ -100,15 +94,13 @@ def _apply(data: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not is_unicode(override):
-        raise ConfigError(f"override {_shown(override)} is not UTF-8 text")
+        raise ConfigError(f"override {shown(override)} is not UTF-8 text")
     if not equals:
-        raise ConfigError(
-            f"override {_shown(override)} has no '='; write it as key=value, such as trainer.num_steps=10"
-        )
+        raise ConfigError(f"override {shown(override)} has no '='; write it as key=value, such as trainer.num_steps=10")
     if not all(parts) or len(parts) > DEEPEST:
         fault = "an empty part" if not all(parts) else f"more than {DEEPEST} parts"
         raise ConfigError(
-            f"override {_shown(override)} has {fault} in its key {_shown(key)}; write it as dotted.key=value"
+            f"override {shown(override)} has {fault} in its key {shown(key)}; write it as dotted.key=value"
         )
     section = data
     for depth, part in enumerate(parts[:-1], start=1):
@@ -118,27 +110,21 @@ def _apply(data: dict[str, Any], override: str) -> None:
         if not isinstance(section, dict):
             parent = ".".join(parts[:depth])
             raise ConfigError(
-                f"override {_shown(override)}: {parent}={_shown(section)} is a value, not a section, so nothing can be "
+                f"override {shown(override)}: {parent}={shown(section)} is a value, not a section, so nothing can be "
                 f"set below it; override {parent} itself"
             )
     section[parts[-1]] = _parse(override, text)
 
 
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
-
-
 def _parse(override: str, text: str) -> object:
-    """Read the value of an override as YAML."""
     try:
         value = read_yaml(text)
         OmegaConf.create({"value": value})  # an interpolation that does not parse is named here
     except ConfigError as error:
         problem = str(error).replace("not valid YAML: ", "")
-        raise ConfigError(f"override {_shown(override)}: the value is not valid YAML: {problem}") from error.__cause__
+        raise ConfigError(f"override {shown(override)}: the value is not valid YAML: {problem}") from error.__cause__
     except OmegaConfBaseException as error:
-        raise ConfigError(f"override {_shown(override)}: {_first_line(error)}{_HOW_LITERAL}") from error
+        raise ConfigError(f"override {shown(override)}: {_first_line(error)}{_HOW_LITERAL}") from error
     return value
 
 

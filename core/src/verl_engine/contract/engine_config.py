@@ -1,8 +1,6 @@
 """The ``engine`` section of a job: what all backends share. Each backend adds its own fields by subclassing."""
 
-from __future__ import annotations
-
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -97,7 +95,7 @@ class EngineConfig(BaseModel):
     that a lower loss scale may fix does not count: a fresh run may begin with a few."""
 
     @model_validator(mode="after")
-    def _check(self) -> EngineConfig:
+    def _check(self) -> Self:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas={self.betas} must both be in [0, 1)")
         if len(set(self.observers)) < len(self.observers):
@@ -140,47 +138,33 @@ class EngineConfig(BaseModel):
     def data_parallel_ranks(self, world_size: int) -> tuple[int, ...]:
         """Return the data-parallel rank of each rank of the world; ranks that split a model have the same.
 
-        Returns:
-            For each rank its data-parallel rank; by default every rank has its own. Overridden by backends
-            that split the model.
+        By default every rank has its own. Overridden by backends that split the model.
         """
         return tuple(range(world_size))
 
     def sequence_ranks(self, world_size: int) -> tuple[int, ...]:
-        """Say which ranks of the world split sequences among them; known before an engine is built.
+        """Return, for each rank of the world, its index among those that split the tokens of the same sequences.
 
-        Returns:
-            For each rank its index among those that split the tokens of the same sequences; by default 0, as nobody
-            does. Overridden by backends that split sequences.
+        Known before an engine is built; by default 0, as nobody does. Overridden by backends that split sequences.
         """
         return (0,) * world_size
 
     def ranks_with_outputs(self, world_size: int) -> tuple[bool, ...]:
-        """Say which ranks of the world compute outputs and losses; known before an engine is built.
+        """Say for each rank of the world whether it computes outputs, and calls the loss; by default everywhere.
 
-        Returns:
-            For each rank whether the loss is called there; by default everywhere. Elsewhere the loss is never called,
-            and results come from the ranks where it is. Overridden by backends with pipelines.
+        Known before an engine is built. Elsewhere the loss is never called, and results come from the ranks where it
+        is. Overridden by backends with pipelines.
         """
         return (True,) * world_size
 
     def validate_world(self, world_size: int) -> None:
-        """Check what needs the number of ranks; overridden by backends that split it.
-
-        Raises:
-            ConfigError: the ranks cannot be divided as configured.
-        """
+        """Raise a ConfigError where ranks cannot be divided as configured; overridden by backends that divide them."""
 
     def resolved_framework_config(self, num_ranks: int) -> dict[str, Any] | None:
         """Say what the backend hands to a framework that has a config of its own; ``--dry-run`` prints it.
 
-        Args:
-            num_ranks: of the world.
-        Returns:
-            Plain values, defaults and derived settings included; None where there is no such config. Overridden by
-            backends that have one, without importing torch or the framework.
-        Raises:
-            ConfigError: the ranks cannot be divided as configured.
+        Plain values, defaults and derived settings included; None where there is no such config. Overridden by backends
+        that have one, without importing torch or the framework. A ConfigError as of `validate_world`.
         """
         del num_ranks
         return None

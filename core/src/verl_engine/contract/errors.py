@@ -1,7 +1,4 @@
-"""The errors of the system: one small tree, so that callers can catch what they can fix.
-
-Messages give the dotted path of the field, the value got, the values allowed and what to do.
-"""
+"""The errors of the system: one small tree, so that callers can catch what they can fix."""
 
 
 class EngineError(Exception):

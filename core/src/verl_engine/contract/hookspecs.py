@@ -7,16 +7,15 @@ so one that returns None, where something is to be returned, is an error.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.markers import hookspec
 from verl_engine.contract.optimizer_step import OptimizerStep
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
-    from verl_engine.contract.engine_config import EngineConfig
     from verl_engine.engine.base import Engine
     from verl_engine.engine.snapshots.weight_snapshot import WeightSnapshot
 

@@ -41,11 +41,7 @@ def _make_strict(part: Any) -> None:
 
 
 STRICT: Final = ConfigDict(
-    extra="forbid",
-    use_attribute_docstrings=True,
-    validate_default=True,
-    allow_inf_nan=False,
-    protected_namespaces=(),
+    extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False, protected_namespaces=()
 )
 """Unknown keys are refused; field docstrings become descriptions."""
 

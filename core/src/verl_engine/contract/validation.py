@@ -1,17 +1,13 @@
 """Turn pydantic's errors into one message that a user can act on."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_origin
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from verl_engine.contract.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
 
 Model = TypeVar("Model", bound=BaseModel)
 _LONGEST_VALUE = 100
@@ -30,8 +26,6 @@ def validate(model_class: type[Model], data: Mapping[str, Any], at: str = "") ->
         model_class: the pydantic model.
         data: plain values; a nested section may also be an already validated model.
         at: dotted path of the section in its file, such as ``engine``; put before every path in messages.
-    Returns:
-        The model.
     Raises:
         ConfigError: lists every problem on a line of its own: path, value got, what is allowed.
     """
@@ -79,9 +73,13 @@ def _line(place: _Place, texts: list[str]) -> str:
         return f"{place.path} {text}"
     if isinstance(place.value, Mapping | BaseModel):
         return f"{place.path}: {text}"
-    shown = repr(place.value)
-    shown = shown if len(shown) <= _LONGEST_VALUE else f"{shown[:_LONGEST_VALUE]}…"
-    return f"{place.path}={shown}: {text}"
+    return f"{place.path}={shown(place.value)}: {text}"
+
+
+def shown(value: object) -> str:
+    """Show a value in a message, or its beginning."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
 
 
 def _find(model_class: type[BaseModel], data: object, at: str, error: ErrorDetails) -> _Place:
@@ -91,7 +89,8 @@ def _find(model_class: type[BaseModel], data: object, at: str, error: ErrorDetai
         is_key = isinstance(place.value, Mapping) and part in place.value
         if is_missing_key or is_key:
             value = place.value[part] if isinstance(place.value, Mapping) and is_key else None
-            own = [model for owner in place.own for model in _models_of_field(owner, str(part))]
+            fields = [owner.model_fields[str(part)] for owner in place.own if part in owner.model_fields]
+            own = [model for field in fields for model in _models_in(field.annotation)]
             path = f"{place.path}.{part}" if place.path else str(part)
             place = _Place(path, value, place.path, place.own, own)
         elif isinstance(part, int):
@@ -101,11 +100,6 @@ def _find(model_class: type[BaseModel], data: object, at: str, error: ErrorDetai
         else:  # the name of a union's member
             place = place._replace(own=[model for model in place.own if model.__name__ == part] or place.own)
     return place
-
-
-def _models_of_field(owner: type[BaseModel], name: str) -> list[type[BaseModel]]:
-    field = owner.model_fields.get(name)
-    return _models_in(field.annotation) if field is not None else []
 
 
 def _models_in(annotation: object) -> list[type[BaseModel]]:

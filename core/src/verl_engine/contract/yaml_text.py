@@ -54,8 +54,7 @@ _Dumper.add_representer(str, _represent_text)
 def read_yaml(text: str) -> object:
     """Read one YAML document into dicts with texts as keys, lists and scalars; an empty one is None.
 
-    Raises:
-        ConfigError: it is no valid YAML, or holds what no setting can be; begins with line and column.
+    What is no valid YAML, or no setting can be, is a ConfigError that begins with line and column.
     """
     other_break = _OTHER_BREAKS.search(text)
     if other_break is not None:

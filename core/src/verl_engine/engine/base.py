@@ -1,34 +1,25 @@
-"""The Engine base class: what a backend implements besides its hooks.
-
-Shape legend: T tokens of a micro-batch.
-"""
-
-from __future__ import annotations
+"""The Engine base class: what a backend implements besides its hooks. T is the number of tokens of a micro-batch."""
 
 from abc import ABC, abstractmethod
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import torch
+
+from verl_engine.batch.packed import PackedBatch
+from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.errors import UnsupportedError
-from verl_engine.engine.data_parallel import DataParallel
+from verl_engine.contract.optimizer_step import OptimizerStep
+from verl_engine.engine.device import Device
 from verl_engine.engine.micro_batch_pass import LossFn, MicroBatchPass
+from verl_engine.engine.process_group import DataParallel
+from verl_engine.engine.temperature import Temperature
 from verl_engine.engine.token_output import TokenOutput
 
 __all__ = ["DataParallel", "Engine", "LossFn", "MicroBatchPass", "TokenOutput", "WeightShard", "WeightSpec"]
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
-    import torch
-
-    from verl_engine.batch.packed import PackedBatch
-    from verl_engine.contract.engine_config import EngineConfig
-    from verl_engine.contract.optimizer_step import OptimizerStep
-    from verl_engine.engine.device import Device
-    from verl_engine.engine.temperature import Temperature
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,11 @@
 """Whether an engine has the methods that its backend's hooks and features need."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator
+from typing import Final
 
 from verl_engine.contract.errors import PluginError
 from verl_engine.engine.base import Engine
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from verl_engine.host.backend_host import BackendHost
+from verl_engine.host.backend_host import BackendHost
 
 METHODS_OF_FEATURES: Final = {
     "offload": ("move",),
@@ -23,15 +18,11 @@ METHODS_OF_FEATURES: Final = {
 
 
 def require_complete(engine: Engine, host: BackendHost, world_size: int) -> None:
-    """Refuse an engine that lacks methods which nothing says it lacks.
-
-    Raises:
-        PluginError: names them, and what to do.
-    """
+    """Refuse, with a PluginError, an engine that lacks methods which nothing says it lacks."""
     missing = [
         f"{method} ({why})"
         for method, why in _needed(host, world_size)
-        if getattr(type(engine), method) is _base(method)
+        if getattr(type(engine), method) is getattr(Engine, method)
     ]
     if missing:
         raise PluginError(
@@ -41,21 +32,14 @@ def require_complete(engine: Engine, host: BackendHost, world_size: int) -> None
 
 
 def _needed(host: BackendHost, world_size: int) -> Iterator[tuple[str, str]]:
-    """Yield each method that is needed, and for what."""
     gaps = host.spec.capabilities.gaps
     if "engine_optimizer_step" in host.default_hooks:
         yield "optimizer_step", "for the hook engine_optimizer_step"
     if "engine_gradient_sync" in host.default_hooks and world_size > 1:
         yield "gradient_sync", f"for the hook engine_gradient_sync, on {world_size} ranks"
-    if (
-        "snapshots" not in gaps
-        and {"engine_copy_weights_to_cpu", "engine_restore_weights_from_cpu"} & host.default_hooks
-    ):
+    of_snapshots = {"engine_copy_weights_to_cpu", "engine_restore_weights_from_cpu"}
+    if "snapshots" not in gaps and of_snapshots & host.default_hooks:
         yield "local_weights", "feature 'snapshots'"
     for feature, methods in METHODS_OF_FEATURES.items():
         if feature not in gaps:
             yield from ((method, f"feature {feature!r}") for method in methods)
-
-
-def _base(method: str) -> object:
-    return getattr(Engine, method)

@@ -1,12 +1,10 @@
 """The accelerator of this process: the one place that knows CPU, CUDA and Ascend NPU apart."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 
@@ -24,7 +22,7 @@ class Device:
     index: int = 0
 
     @classmethod
-    def resolve(cls, kind: str, index: int = 0) -> Device:
+    def resolve(cls, kind: str, index: int = 0) -> Self:
         """Choose the device of a rank.
 
         Args:
@@ -76,7 +74,6 @@ class Device:
 
 
 def _module(kind: str) -> Any:
-    """``torch.cuda`` or ``torch.npu``."""
     return torch.get_device_module(kind)
 
 
@@ -91,7 +88,6 @@ def _machine_memory_bytes() -> int:
 
 
 def _is_available(kind: str) -> bool:
-    """Whether this process sees at least one device of a kind."""
     if kind == "npu":
         # torch.npu exists only after torch_npu was imported, and torch_npu only where it is installed.
         if importlib.util.find_spec("torch_npu") is None:

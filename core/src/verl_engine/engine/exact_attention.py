@@ -15,11 +15,7 @@ _KNOWN_LAYERS: Final = frozenset(
 
 
 def needs_eager(config: PreTrainedConfig) -> bool:
-    """Whether sdpa would silently leave something out: a soft cap of the scores, or what an unknown kind of layer does.
-
-    Args:
-        config: of the whole model.
-    """
+    """Whether sdpa would silently leave something out: a soft cap of scores, or what an unknown kind of layer does."""
     text_config = config.get_text_config(decoder=True)
     if getattr(text_config, "attn_logit_softcapping", None):
         return True

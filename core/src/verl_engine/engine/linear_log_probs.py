@@ -15,20 +15,13 @@ With z = (hidden @ weight.T + bias) / temperature, p = softmax(z), H its entropy
 Shape legend: M tokens, C of them in a chunk, V vocabulary, v of it in a part, H hidden dim, N targets of each token.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 
 from verl_engine.contract.choices import require_choice
-from verl_engine.engine.temperature import column, divide_, rows_of
+from verl_engine.engine.temperature import Temperature, column, divide_, rows_of
 from verl_engine.engine.top_k import fill_top_ids
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from verl_engine.engine.temperature import Temperature
 
 Entropy = Literal["off", "value", "gradient"]
 """Whether entropy is computed: not at all, without gradient, or with one."""
@@ -84,8 +77,6 @@ class _Options(NamedTuple):
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """See the module's docstring."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -145,7 +136,8 @@ class _LinearLogProbs(torch.autograd.Function):
         empty_like = torch.empty_like if num_tokens else torch.zeros_like  # without tokens nothing is written below
         d_weight = empty_like(weight) if needs_weight else None
         d_bias = empty_like(bias) if needs_bias else None
-        for part in _parts(weight.shape[0], width) if num_tokens else ():
+        for first in range(0, weight.shape[0], width) if num_tokens else ():
+            part = slice(first, min(first + width, weight.shape[0]))
             if kept_MV is not None:
                 factor_M = -d_logp_M * torch.exp(-log_sum_M)
                 d_Mv = torch.mul(kept_MV, factor_M[:, None], out=logits.room(kept_MV))
@@ -217,7 +209,3 @@ def _part_width(vocabulary: int, num_tokens: int, chunk: int) -> int:
     """Return how much of the vocabulary takes, with all tokens, the memory of a chunk of tokens with all of it."""
     width = -(-vocabulary * chunk // max(num_tokens, 1))
     return min(vocabulary, -(-width // _ALIGNMENT) * _ALIGNMENT)
-
-
-def _parts(vocabulary: int, width: int) -> Iterator[slice]:
-    return (slice(first, min(first + width, vocabulary)) for first in range(0, vocabulary, width))

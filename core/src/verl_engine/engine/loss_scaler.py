@@ -20,17 +20,13 @@ class LossScaler:
     """
 
     def __init__(self) -> None:
-        """Begin at 65536, as torch and DeepSpeed do."""
         self.scale = START
         self._finite_in_a_row = 0
 
     def update(self, *, is_finite: bool) -> bool:
-        """Take note of a step.
+        """Note whether the global gradient norm was finite, and return whether the scale was lowered.
 
-        Args:
-            is_finite: whether the global gradient norm was; the same on every rank.
-        Returns:
-            Whether the scale was lowered: then the next step may well be finite.
+        If so, the next step may well be finite. All ranks note the same.
         """
         if not is_finite:
             self._finite_in_a_row = 0

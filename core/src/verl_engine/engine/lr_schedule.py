@@ -1,25 +1,16 @@
 """The learning-rate schedule, once for all backends."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING
 
+from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.errors import ConfigError
-
-if TYPE_CHECKING:
-    from verl_engine.contract.engine_config import EngineConfig
 
 
 def lr_multiplier(config: EngineConfig, step: int) -> float:
-    """Return the fraction of the peak learning rate that an optimizer step uses.
+    """Return the fraction of the peak learning rate that the optimizer step after `step` others uses.
 
     Rises linearly over ``warmup_steps`` (the first step already uses 1 / warmup_steps), then stays, or falls to
     ``min_lr_ratio`` at ``total_steps`` and stays there: at once, or (``wsd``) over the last ``decay_steps``.
-
-    Args:
-        config: the ``engine`` section.
-        step: optimizer steps applied before this one.
     Raises:
         ConfigError: a falling schedule without ``total_steps``.
     """

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from verl_engine.contract.choices import require_choice
 from verl_engine.contract.errors import BatchError
-from verl_engine.engine.data_parallel import DataParallel
+from verl_engine.engine.process_group import DataParallel
 
 Reduction = Literal["sum", "mean", "max", "min"]
 Key = tuple[str, str]
@@ -30,11 +30,7 @@ class Metric:
     """For ``mean``: how many things `value` is the sum over."""
 
     def __post_init__(self) -> None:
-        """Check the reduction.
-
-        Raises:
-            BatchError: it is not one of `Reduction`.
-        """
+        """Refuse another reduction, with a BatchError."""
         require_choice("a metric's reduction", self.reduction, Reduction, error=BatchError)
 
 
@@ -42,11 +38,6 @@ class Totals:
     """Loss and metrics of several micro-batches, added up on one rank."""
 
     def __init__(self, device: torch.device) -> None:
-        """Begin with nothing.
-
-        Args:
-            device: of the results.
-        """
         self.loss = torch.zeros((), device=device)
         """Sum, without gradient."""
         self._kept: dict[Key, torch.Tensor] = {}

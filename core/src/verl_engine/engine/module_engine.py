@@ -1,17 +1,20 @@
 """What engines share whose model is one torch module on each rank: weights, AdamW, snapshots, checkpoints."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.errors import UnsupportedError
 from verl_engine.contract.optimizer_step import OptimizerStep
-from verl_engine.engine.base import DataParallel, Engine
+from verl_engine.engine.base import DataParallel, Engine, WeightShard, WeightSpec
+from verl_engine.engine.device import Device
+from verl_engine.engine.loss_scaler import LossScaler
 from verl_engine.engine.lr_schedule import lr_multiplier
 from verl_engine.engine.offload import PARTS, GradientSlot, Offload
 from verl_engine.engine.optimizer import adamw
@@ -19,17 +22,7 @@ from verl_engine.engine.train_mode import set_train_mode
 from verl_engine.engine.weights.engine_weights import EngineWeights
 from verl_engine.engine.weights.held_dtypes import held_dtypes
 from verl_engine.engine.weights.model_folder import ModelFolderWriter
-from verl_engine.engine.weights.module_weights import local_tensors, weight_specs
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from verl_engine.contract.engine_config import EngineConfig
-    from verl_engine.engine.base import WeightShard, WeightSpec
-    from verl_engine.engine.device import Device
-    from verl_engine.engine.loss_scaler import LossScaler
-    from verl_engine.engine.weights.module_weights import Exported
+from verl_engine.engine.weights.module_weights import Exported, local_tensors, weight_specs
 
 
 class ModuleEngine(Engine):

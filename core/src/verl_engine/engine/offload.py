@@ -1,24 +1,15 @@
-"""Parts of an engine on the CPU, so that others can use its device meanwhile; and back.
+"""Parts of an engine on the CPU, in pinned memory, so that others can use its device meanwhile; and back."""
 
-What is moved lies in pinned memory, and travels asynchronously. `Offload.move` waits for the copies before it returns,
-so the host may read them, and then gives the device's memory back.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # what nn.Module.to itself asks about DTensors
 from torch.utils.hooks import RemovableHandle
 
 from verl_engine.contract.errors import UnsupportedError
 from verl_engine.engine.device import Device
-
-if TYPE_CHECKING:
-    from verl_engine.engine.weights.engine_weights import EngineWeights
+from verl_engine.engine.weights.engine_weights import EngineWeights, map_local
 
 PARTS: Final = ("parameters", "gradients", "optimizer")
 
@@ -51,7 +42,6 @@ class Offload:
     """
 
     def __init__(self, weights: EngineWeights, optimizer: torch.optim.Optimizer | None, device: Device) -> None:
-        """Begin with everything on the device."""
         self._weights = weights
         self._optimizer = optimizer
         self._device = device
@@ -60,20 +50,14 @@ class Offload:
         self._guards: list[RemovableHandle] = []
 
     def move(self, parts: Iterable[str], slots: Iterable[GradientSlot], *, to_cpu: bool) -> None:
-        """Move some of `PARTS`; those that are there already stay as they are.
-
-        Args:
-            parts: the module with its buffers, gradients, the optimizer's state.
-            slots: everywhere that gradients are kept.
-            to_cpu: which way.
-        """
+        """Move some of `PARTS`; those that are there already stay as they are. Gradients are looked for in `slots`."""
         moving = {part for part in parts if (part in self._away) is not to_cpu}
         copy = self._to_host if to_cpu else self._to_device
         gradients: list[tuple[GradientSlot, torch.Tensor]] = []
         if moving & {"parameters", "gradients"}:
             gradients = self._take(slots)
         if "gradients" in moving:
-            gradients = [(slot, _map_local(gradient, copy)) for slot, gradient in gradients]
+            gradients = [(slot, map_local(gradient, copy)) for slot, gradient in gradients]
         if "parameters" in moving:
             self._weights.apply(copy)
         self._put(gradients)
@@ -81,7 +65,7 @@ class Offload:
             for state in self._optimizer.state.values():
                 for name, value in state.items():
                     if isinstance(value, torch.Tensor) and value.ndim:  # AdamW's step counters stay where they are
-                        state[name] = _map_local(value, copy)
+                        state[name] = map_local(value, copy)
         self._away = self._away | moving if to_cpu else self._away - moving
         self._device.synchronize()
         if to_cpu and moving and self._device.kind != "cpu":
@@ -143,32 +127,3 @@ class Offload:
                 f"cannot {what}: {' and '.join(missing)} of this engine were moved to the CPU; call "
                 f"engine.move(to_cpu=False, {', '.join(f'{part}=True' for part in missing)}) first"
             )
-
-
-def apply_to_module(module: torch.nn.Module, copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Do what ``module.to`` does, by another copy, and with shared buffers still shared.
-
-    ``_apply`` is where wrappers hook in: fully_shard points its own references at the new storage there.
-    """
-    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, torch.nn.Parameter):  # changed in place, so it stays shared
-            return _map_local(tensor, copy)
-        if id(tensor) not in moved:
-            moved[id(tensor)] = (tensor, _map_local(tensor, copy))  # the old one is kept, and its id with it
-        return moved[id(tensor)][1]
-
-    module._apply(move)  # noqa: SLF001 - what module.to and module.cuda call
-
-
-def _map_local(tensor: torch.Tensor, copy: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Copy a tensor, or the shard inside a DTensor: its own methods would bring it to its mesh's device again."""
-    wrapper: Any = tensor
-    if not is_traceable_wrapper_subclass(wrapper):
-        return copy(tensor.detach())
-    names, context = wrapper.__tensor_flatten__()
-    held = {name: getattr(wrapper, name) for name in names}  # newer releases of torch list a DTensor's mesh too
-    parts = {name: _map_local(part, copy) if isinstance(part, torch.Tensor) else part for name, part in held.items()}
-    whole: torch.Tensor = type(wrapper).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
-    return whole.detach()

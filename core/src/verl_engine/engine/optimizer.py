@@ -1,19 +1,14 @@
 """AdamW as configured, over groups of parameters that torch can step together."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.engine.checkpoints.module import PART_OF
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping
-
-    from verl_engine.contract.engine_config import EngineConfig
-    from verl_engine.engine.device import Device
+from verl_engine.engine.device import Device
 
 
 def adamw(parameters: Mapping[str, torch.nn.Parameter], config: EngineConfig, device: Device) -> torch.optim.AdamW:

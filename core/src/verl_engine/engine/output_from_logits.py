@@ -5,21 +5,14 @@
 Shape legend: T tokens of a micro-batch, M loss tokens, V vocabulary, N targets of each.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 
+from verl_engine.batch.packed import PackedBatch
 from verl_engine.contract.choices import require_choice
 from verl_engine.engine.linear_log_probs import Entropy
-from verl_engine.engine.temperature import column, rows_of
+from verl_engine.engine.temperature import Temperature, column, rows_of
 from verl_engine.engine.token_output import TokenOutput, columns_of, numbers_of
 from verl_engine.engine.top_k import fill_top_ids, scored_ids
-
-if TYPE_CHECKING:
-    from verl_engine.batch.packed import PackedBatch
-    from verl_engine.engine.temperature import Temperature
 
 
 def output_from_logits(
@@ -50,19 +43,12 @@ def output_from_logits(
 def numbers_from_logits(
     logits_MV: torch.Tensor, targets: torch.Tensor, temperature: Temperature, entropy: Entropy = "off", top_k: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute log-probs and entropy of each row under softmax(logits / temperature).
+    """Compute log-probs and entropy of each row under softmax(logits / temperature), as `output_from_logits` does.
 
-    Args:
-        logits_MV: [M, V], any float dtype.
-        targets: [M] int64, or [M, N]: whose log-probs.
-        temperature: above 0; a number, or [M].
-        entropy: ``off``, ``value`` (no gradient) or ``gradient``.
-        top_k: so many of the last targets are found here, and written into `targets`; see `fill_top_ids`.
+    Of [M, V] logits and targets [M] or [M, N]; the temperature is a number, or [M]. `top_k` of the last targets are
+    found here, and written into `targets`; see `fill_top_ids`.
     Returns:
         Log-probs in the shape of the targets and entropy [M] (None where it is off), float32, nats.
-    Raises:
-        ConfigError: `entropy` is none of these.
-    Collectives: none. Gradient: through the logits.
     """
     require_choice("entropy", entropy, Entropy)
     fill_top_ids(targets, logits_MV, top_k)

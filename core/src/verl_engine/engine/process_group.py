@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch.distributed as dist
 
 from verl_engine.contract.errors import ConfigError
+from verl_engine.engine.device import Device
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
-    from verl_engine.engine.device import Device
+@dataclass(frozen=True, slots=True)
+class DataParallel:
+    """This rank's index among the ranks that hold different data."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None
+    """None only where there is a single rank and no process group."""
 
 
 @dataclass(eq=False, slots=True)
@@ -32,14 +39,8 @@ class SharedGroup:
     def join(
         cls, device: Device, init_method: str | None, rank: int, world_size: int, timeout_s: float
     ) -> tuple[SharedGroup, bool]:
-        """Start the process group, or use the one that there is.
+        """Start the process group, or use the one that there is, which keeps its own time limit.
 
-        Args:
-            device: of this rank; says which collectives are needed.
-            init_method: of torch.distributed; not used where there is a group.
-            rank: of this process.
-            world_size: number of ranks.
-            timeout_s: for joining, and for each collective later; where there is a group, it keeps its own.
         Returns:
             The group, to be left once, and whether this is its first user.
         Raises:

@@ -6,16 +6,12 @@ routing replay).
 Shape legend: T tokens of a micro-batch, t those that a rank runs, with filling; layers with experts; k experts a token.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 
+from verl_engine.batch.packed import PackedBatch
 from verl_engine.contract.errors import BatchError
-
-if TYPE_CHECKING:
-    from verl_engine.batch.packed import PackedBatch
 
 FIELD: Final = "routed_experts"
 """The field of a sequence; see `Sequence`."""
@@ -26,11 +22,10 @@ def given_experts(batch: PackedBatch, num_layers: int, num_experts: int) -> torc
 
     Args:
         batch: the micro-batch.
-        num_layers: how many layers of the model have experts.
-        num_experts: how many experts a layer has.
+        num_layers: of the model that have experts.
+        num_experts: of a layer.
     Raises:
-        BatchError: what the sequences bring fits no such model.
-    The host waits for the device once.
+        BatchError: what the sequences bring fits no such model. To see it, the host waits for the device once.
     """
     found = batch.fields.get(FIELD)
     if found is None:
@@ -52,11 +47,9 @@ def given_experts(batch: PackedBatch, num_layers: int, num_experts: int) -> torc
 
 
 def experts_of(experts: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Pick the tokens that a rank runs, [t, layers, k]; the router chooses for filling.
+    """Pick the tokens that a rank runs, [t, layers, k], from [T, layers, k]; the router chooses for filling.
 
-    Args:
-        experts: [T, layers, k].
-        source: [t] int64: their indices among the T, -1 for filling.
+    `source`, [t] int64, has their indices among the T, -1 for filling.
     """
     return experts[source.clamp_min(0)].masked_fill((source < 0)[:, None, None], -1)
 
@@ -68,16 +61,14 @@ def put_back(experts: torch.Tensor, source: torch.Tensor, num_tokens: int) -> to
 
 
 def choose(scores: torch.Tensor, own: torch.Tensor, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Replace what a router chose in one layer.
+    """Replace what a router chose in one layer; a BatchError where the numbers of experts or tokens differ.
 
     Args:
         scores: [t, experts]: what it chose by.
         own: [t, k] int64: its choice.
         given: [t, k] int64; -1 where its choice stays.
     Returns:
-        The scores of the experts, [t, k], and the experts, [t, k]. Gradient: to the scores.
-    Raises:
-        BatchError: `given` has another number of experts or tokens.
+        The scores of the experts, with gradient, and the experts, both [t, k].
     """
     if given.shape != own.shape:
         raise BatchError(

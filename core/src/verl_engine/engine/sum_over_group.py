@@ -24,8 +24,6 @@ def sum_over_group(parts: torch.Tensor, group: dist.ProcessGroup | None) -> torc
 
 
 class _SumOverGroup(torch.autograd.Function):
-    """See `sum_over_group`."""
-
     @staticmethod
     def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         del ctx

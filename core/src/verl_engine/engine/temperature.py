@@ -1,7 +1,4 @@
-"""What divides the logits before the softmax: one number for all, or one for each token.
-
-Shape legend: T tokens of a micro-batch, M rows of logits.
-"""
+"""What divides the logits before the softmax: one number for all M rows, or one for each of T tokens."""
 
 import torch
 
@@ -17,14 +14,7 @@ def temperature_of(batch: PackedBatch, default: float) -> Temperature:
 
 
 def rows_of(temperature: Temperature, positions: torch.Tensor | slice) -> Temperature:
-    """Pick the temperatures of some tokens.
-
-    Args:
-        temperature: one number, or one for each of more tokens.
-        positions: [M] int64, or a slice: indices among these.
-    Returns:
-        [M], or the one number.
-    """
+    """Pick the temperatures of some tokens, [M] or the one number; `positions` are [M] int64, or a slice."""
     return temperature[positions] if isinstance(temperature, torch.Tensor) else temperature
 
 

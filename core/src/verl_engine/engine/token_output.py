@@ -3,20 +3,15 @@
 Shape legend: T tokens of a micro-batch, M rows of logits, k chosen ids, N = 1 + k, F numbers per token.
 """
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Self
 
 import torch
 
+from verl_engine.batch.packed import PackedBatch
 from verl_engine.contract.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from verl_engine.batch.packed import PackedBatch
-    from verl_engine.engine.linear_log_probs import Entropy
+from verl_engine.engine.linear_log_probs import Entropy
 
 OutputName = Literal["log_probs", "entropy", "values", "routed_experts", "top_k_log_probs", "top_k_ids"]
 """A property of `TokenOutput`."""
@@ -39,7 +34,7 @@ class TokenOutput:
     given_top_k_ids: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, numbers_TF: torch.Tensor, columns: Mapping[str, int]) -> TokenOutput:
+    def of(cls, numbers_TF: torch.Tensor, columns: Mapping[str, int]) -> Self:
         """Name the numbers of a micro-batch.
 
         Args:

@@ -3,29 +3,22 @@
 Shape legend: M rows of logits, V vocabulary, k chosen ids, N = 1 + k: a loss token and what is chosen beside it.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 
+from verl_engine.batch.packed import PackedBatch
 from verl_engine.contract.errors import BatchError
-
-if TYPE_CHECKING:
-    from verl_engine.batch.packed import PackedBatch
 
 _LOW_BITS: Final = 0xFFFFFFFF
 
 
 def scored_ids(batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
-    """Return the ids whose log-probs are asked for.
+    """Return the ids whose log-probs are asked for at [M] int64 positions of the micro-batch.
 
-    Args:
-        batch: the micro-batch.
-        positions: [M] int64: which of its tokens.
     Returns:
         [M, N] int64: the tokens themselves, then those of ``top_k_ids``; or, where ``batch.top_k`` is above 0, so many
-        columns for `fill_top_ids`.
+            columns for `fill_top_ids`.
     """
     ids_M1 = batch.input_ids[positions, None]
     if batch.top_k:
@@ -37,10 +30,8 @@ def scored_ids(batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
 def fill_top_ids(ids_MN: torch.Tensor, logits_MV: torch.Tensor, top_k: int) -> None:
     """Write into the last `top_k` columns the ids of each row's highest logits, in descending order.
 
-    Logits are compared in float32; of equal ones the lowest id comes first, on every kind of device.
-
-    Raises:
-        BatchError: there are fewer.
+    Logits are compared in float32; of equal ones the lowest id comes first, on every kind of device. A BatchError where
+    there are fewer.
     """
     if top_k:
         require_top_k(top_k, logits_MV.shape[1])
@@ -48,11 +39,7 @@ def fill_top_ids(ids_MN: torch.Tensor, logits_MV: torch.Tensor, top_k: int) -> N
 
 
 def require_top_k(top_k: int, vocab_size: int) -> None:
-    """Refuse to choose more ids than there are.
-
-    Raises:
-        BatchError: names both numbers.
-    """
+    """Refuse to choose more ids than there are, with a BatchError."""
     if top_k > vocab_size:
         raise BatchError(f"top_k={top_k} asks for more ids than the vocabulary has; use 1 to {vocab_size}")
 
@@ -60,12 +47,8 @@ def require_top_k(top_k: int, vocab_size: int) -> None:
 def top_keys(logits_MV: torch.Tensor, top_k: int, first: int = 0) -> torch.Tensor:
     """Return [M, k] int64, descending: keys that are ordered as logits are, of equal ones the lowest id's first.
 
-    So the highest keys of all parts of a split vocabulary are the keys of the whole.
-
-    Args:
-        logits_MV: any float dtype, compared in float32.
-        top_k: how many; at most V.
-        first: id of the first column.
+    So the highest keys of all parts of a split vocabulary are the keys of the whole; `first` is the id of the first
+    column. Logits of any float dtype are compared in float32; `top_k` is at most V.
     """
     bits_MV = (logits_MV.detach().float() + 0.0).view(torch.int32)  # a copy, in which -0 is 0
     bits_MV ^= (bits_MV >> 31).bitwise_and_(0x7FFFFFFF)  # negative floats are ordered the other way round

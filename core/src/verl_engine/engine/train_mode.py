@@ -1,25 +1,19 @@
 """Train mode without dropout: a policy trained on its own samples must give them the probabilities it drew with."""
 
-from __future__ import annotations
+from typing import Final
 
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    import torch
+import torch
 
 _ADAPTER: Final = "lora_dropout"
 """peft's modules for an adapter's dropout, which has a setting of its own."""
 
 
 def set_train_mode(model: torch.nn.Module, *, training: bool, dropout: bool) -> None:
-    """Switch a model to train mode or eval mode.
+    """Switch a model, with all of its modules, to train mode or eval mode.
 
-    Args:
-        model: all of its modules are switched.
-        training: whether it is trained next.
-        dropout: whether the model's own dropout, and other noise such as a router's jitter, is drawn in train mode. If
-            not, its modules are in eval mode; but recomputed ones are in train mode, as transformers recomputes in
-            that only, and have no noise left.
+    Without `dropout`, the model's own dropout and other noise, such as a router's jitter, is not drawn in train mode:
+    its modules are in eval mode; but recomputed ones are in train mode, as transformers recomputes in that only, and
+    have no noise left.
     """
     model.train(training)
     if not training or dropout:

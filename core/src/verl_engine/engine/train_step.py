@@ -5,29 +5,23 @@ the whole global batch: by default its loss tokens, counted once over all micro-
 the gradient equals d(sum / normaliser) of the global batch, however it is split.
 """
 
-from __future__ import annotations
-
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from verl_engine.batch.packed import PackedBatch
 from verl_engine.contract.choices import require_choice
 from verl_engine.contract.errors import BatchError, ConfigError, UnsupportedError
+from verl_engine.contract.optimizer_step import OptimizerStep
+from verl_engine.engine.base import Engine, LossFn
 from verl_engine.engine.micro_batch_pass import MicroBatchPass
 from verl_engine.engine.routed_experts import FIELD
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from verl_engine.batch.packed import PackedBatch
-    from verl_engine.contract.optimizer_step import OptimizerStep
-    from verl_engine.engine.base import Engine, LossFn
-    from verl_engine.host.backend_host import BackendHost
-
+from verl_engine.host.backend_host import BackendHost
 
 _Counted = Literal["tokens", "sequences"]
 Normalizer = _Counted | float
@@ -77,12 +71,13 @@ def train_step(
             vocabulary.
         UnsupportedError: sequences bring what `require_usable` refuses.
         Exception: whatever the model or the loss raises; the gradient is forgotten first, so the next step is right.
-    Collectives: over the data-parallel group one all-reduce of counts and one or two of the results, besides the
-        backend's own.
+    Collectives: the backend's, and over the data-parallel group an all-reduce of counts and one or two of results.
     """
     if learning_rate is not None and not 0 <= learning_rate < math.inf:
         raise ConfigError(f"learning_rate={learning_rate} of a step must be a number of 0 or more")
-    _require_normalizer(normalizer)
+    given: object = normalizer  # whatever its annotation says
+    if not isinstance(given, Real) or not 0 < float(given) < math.inf:
+        require_choice("normalizer", given, _Counted, or_else=", or a number above 0")
     require_usable(host, engine, micro_batches)
     counts = _count(engine, micro_batches, normalizer)
     engine.set_training(True)
@@ -137,14 +132,7 @@ def require_usable(host: BackendHost, engine: Engine, micro_batches: Sequence[Pa
         )
 
 
-def _require_normalizer(normalizer: object) -> None:
-    if not isinstance(normalizer, Real) or not 0 < float(normalizer) < math.inf:
-        require_choice("normalizer", normalizer, _Counted, or_else=", or a number above 0")
-
-
 class _Counts(NamedTuple):
-    """Of the global batch."""
-
     loss_tokens: int
     tokens: int
     normalizer: float

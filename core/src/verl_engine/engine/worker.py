@@ -1,43 +1,33 @@
-"""One rank's engine behind plain methods: what any launcher (Ray, torchrun, a test) drives.
-
-Arguments and results are plain Python and numpy, so they travel anywhere.
-"""
-
-from __future__ import annotations
+"""One rank's engine behind plain methods, which take and give Python and numpy: what any launcher drives."""
 
 import dataclasses
 import os
+from collections.abc import Sequence as SequenceOf
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from verl_engine.batch.packed import PackedBatch
+from verl_engine.batch.sequence import Sequence
 from verl_engine.contract.choices import require_choice
+from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.errors import ConfigError, PluginError, TrainingDivergedError, UnsupportedError
+from verl_engine.engine.base import DataParallel, Engine, LossFn
 from verl_engine.engine.checkpoints.store import CheckpointInfo, CheckpointStore
 from verl_engine.engine.completeness import require_complete
 from verl_engine.engine.device import Device
 from verl_engine.engine.process_group import SharedGroup
 from verl_engine.engine.snapshots.manager import Snapshots
+from verl_engine.engine.snapshots.shared import SnapshotHandle
 from verl_engine.engine.temperature import temperature_of
 from verl_engine.engine.token_output import OutputName
-from verl_engine.engine.train_step import StepReport, require_usable, train_step
+from verl_engine.engine.train_step import Normalizer, StepReport, require_usable, train_step
 from verl_engine.engine.weights.bucket import WeightBucket, plan_buckets, write_bucket
 from verl_engine.host.backend_host import BackendHost
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence as SequenceOf
-    from pathlib import Path
-
-    import numpy as np
-    import numpy.typing as npt
-
-    from verl_engine.batch.sequence import Sequence
-    from verl_engine.contract.engine_config import EngineConfig
-    from verl_engine.engine.base import DataParallel, Engine, LossFn
-    from verl_engine.engine.snapshots.shared import SnapshotHandle
-    from verl_engine.engine.train_step import Normalizer
 
 
 class EngineWorker:
@@ -86,8 +76,7 @@ class EngineWorker:
 
         Raises:
             ConfigError: the ranks cannot be divided as configured.
-            PluginError: the engine lacks methods that its backend does not say it lacks, or has another data-parallel
-                rank than its config says.
+            PluginError: the engine lacks methods, or has another data-parallel rank, than its backend says.
         """
         self._config.validate_world(self._world_size)
         with nullcontext() if self._group is None else self._group.owning():
@@ -165,11 +154,10 @@ class EngineWorker:
             micro_batches: this rank's; every rank brings the same number.
             temperature: divides the logits before the softmax; sequences with a field ``temperature`` have their own.
             disable_adapter: run the model without its LoRA adapter, as the reference policy it started from.
-            tag: compute under the weights that `save_model_to_cpu` kept under it, such as those of an older policy;
-                the current ones come back. See `Snapshots.swapped`.
+            tag: of `save_model_to_cpu`, to compute under the weights kept there; the current ones come back.
         Returns:
             For each micro-batch and sequence, in the order given, [L] float32: log-probs in nats, or values; 0 outside
-            the loss mask.
+                the loss mask.
         """
         name: OutputName = "values" if self._config.head == "value" else "log_probs"
         found = self.infer_outputs(micro_batches, (name,), temperature, disable_adapter=disable_adapter, tag=tag)
@@ -185,17 +173,10 @@ class EngineWorker:
         tag: int | str | None = None,
         top_k: int = 0,
     ) -> list[list[dict[str, npt.NDArray[Any]]]]:
-        """Compute what `TokenOutput` holds, in eval mode and without gradient; see `infer_batch`.
+        """Compute properties of `TokenOutput`, by their names, in eval mode and without gradient; see `infer_batch`.
 
-        Args:
-            micro_batches: this rank's.
-            names: properties of `TokenOutput`: any of ``log_probs``, ``entropy``, ``values``, ``routed_experts``,
-                ``top_k_log_probs``, ``top_k_ids``.
-            temperature: divides the logits.
-            disable_adapter: run the model without its LoRA adapter.
-            tag: of the snapshot to compute under.
-            top_k: how many of the most likely ids to find, as a teacher does; 0 for log-probs of those that sequences
-                have in ``top_k_ids``.
+        With `top_k` so many of the most likely ids are found, as a teacher does; at 0, log-probs are of those that
+        sequences have in ``top_k_ids``.
         Returns:
             For each micro-batch and sequence, in the order given, the arrays by name, [L] or [L, ...].
         Raises:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_engine.contract.backend import BackendSpec
+from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.errors import HookError
 from verl_engine.contract.kinds import BACKEND
 from verl_engine.contract.optimizer_step import OptimizerStep
 from verl_engine.host.backend_spec import check_backend_spec, declared_patches
-from verl_engine.host.direct_call import positional_call
+from verl_engine.host.hook_calls import ResultWatch, positional_call
 from verl_engine.host.loading import find_plugin, load_entry
 from verl_engine.host.observers import Observer, collect_metrics, load_observer
 from verl_engine.host.registration import new_manager, register_backend, register_observer
-from verl_engine.host.result_watch import ResultWatch
 from verl_engine.host.rollback import forgetting_on_failure
 from verl_engine.host.spec_check import checked_spec
 from verl_engine.patching.first_import import owned_by
@@ -24,9 +25,6 @@ from verl_engine.patching.guard import Preparation, prepare, require_preparation
 from verl_engine.patching.import_recorder import record_imports
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from verl_engine.contract.engine_config import EngineConfig
     from verl_engine.engine.base import Engine
     from verl_engine.engine.snapshots.weight_snapshot import WeightSnapshot
 
@@ -39,11 +37,7 @@ class BackendHost:
     """
 
     def __init__(self, backend: object, spec: BackendSpec, label: str, observers: Sequence[Observer] = ()) -> None:
-        """Use `load` or `from_module` instead: they check the backend first.
-
-        Raises:
-            HookError: a hook does not fit its hookspec, a required one is missing, or an observer does more than wrap.
-        """
+        """Use `load` or `from_module` instead: they check the backend first."""
         self.spec = spec
         self.label = label
         """Names the backend in messages, with its distribution and version."""
@@ -65,20 +59,14 @@ class BackendHost:
         self._restore_weights_from_cpu = manager.hook.engine_restore_weights_from_cpu
 
     def __repr__(self) -> str:
-        """Show the backend's name."""
         return f"<{type(self).__name__} of {self.spec.name!r}>"
 
     @classmethod
     def load(cls, name: str, at: str = "", observers: Sequence[str] = ()) -> BackendHost:
-        """Load an installed backend by name, and the observers named; no other plugin is imported.
+        """Load an installed backend by name, and the observers named, the last outermost; no other plugin is imported.
 
-        Args:
-            name: the entry point's name in the group ``verl_engine.backends``.
-            at: dotted path of the config field that chose it; for messages.
-            observers: names in the group ``verl_engine.observers``; the last is outermost.
-        Raises:
-            PluginError: one is not installed, cannot be imported, or its hooks do not fit; see `load_entry`. Then what
-                was imported of it is forgotten.
+        `at` is the dotted path of the config field that chose it. A PluginError where one is not installed, cannot be
+        imported, or its hooks do not fit, see `load_entry`; then what was imported of it is forgotten.
         """
         entry = find_plugin(BACKEND, name, at)
         with forgetting_on_failure(entry.module):
@@ -93,15 +81,10 @@ class BackendHost:
     def from_module(
         cls, module: object, name: str | None = None, observers: Mapping[str, object] | None = None
     ) -> BackendHost:
-        """Check a hooks module and host it.
+        """Check a hooks module that holds ``SPEC``, with a name if one is given, and the hooks; and host it.
 
-        Args:
-            module: holds ``SPEC`` and the hook implementations.
-            name: the name that SPEC must have; by default any.
-            observers: modules or objects with wrappers, by name.
-        Raises:
-            HookError: SPEC is missing or wrong, or as for the class itself.
-            PluginApiVersionError: SPEC was written for another plugin API.
+        Observers are modules or objects with wrappers, by name. A PluginError as of `checked_spec` and
+        `register_backend`.
         """
         label = f"backend {getattr(module, '__name__', module)!r}"
         wrapping = [Observer(key, f"observer {key!r}", plugin) for key, plugin in (observers or {}).items()]
@@ -119,7 +102,9 @@ class BackendHost:
             PatchError: a declared patch did not take, or somebody still holds an original.
             PreparationConflictError: the process is prepared with other settings, or for one that patches the same.
         """
-        if self._has_preparation:
+        hooks = self._prepare_process.get_hookimpls()
+        has_hook = any(not (each.wrapper or each.hookwrapper) for each in hooks)
+        if has_hook or self.spec.must_precede or self.spec.patches:
             declared = declared_patches(self.spec, config, self.label)
             preparation = Preparation(self._backend, self.label, self.spec, config, declared)
             prepare(preparation, lambda: self._prepare_process(config=config))
@@ -129,9 +114,8 @@ class BackendHost:
     def create(self, config: EngineConfig, model_folder: Path, role: str) -> Engine:
         """Build the engine on this rank; every rank calls it.
 
-        Raises:
-            ImportOrderError: the backend depends on a preparation, and there was none in this process.
-            PatchError: modules that came in meanwhile hold an original in the place of a declared patch.
+        An ImportOrderError where the backend depends on a preparation, and there was none in this process; a PatchError
+        where modules that came in meanwhile hold an original in the place of a declared patch.
         """
         preparation = require_preparation(self._backend, self.label, self.spec)
         with owned_by(self.label):
@@ -149,12 +133,7 @@ class BackendHost:
         return context
 
     def optimizer_step(self, engine: Engine, learning_rate: float | None = None) -> OptimizerStep:
-        """Clip, step and zero the gradient; every rank calls it.
-
-        Args:
-            engine: of this backend.
-            learning_rate: used as it is; None for the schedule's.
-        """
+        """Clip, step at the given rate or the schedule's, and zero the gradient; every rank calls it."""
         step: OptimizerStep = self._optimizer_step(engine, learning_rate)
         self._require_result("engine_optimizer_step", step, "an OptimizerStep")
         return step
@@ -177,13 +156,6 @@ class BackendHost:
     def metrics(self) -> dict[str, float]:
         """Return what the observers measured since the last call, each metric under ``observer/metric``."""
         return collect_metrics(self._observers)
-
-    @property
-    def _has_preparation(self) -> bool:
-        """Whether the backend has anything to prepare or to guard."""
-        wrappers = sum(item.wrapper or item.hookwrapper for item in self._prepare_process.get_hookimpls())
-        has_hook = len(self._prepare_process.get_hookimpls()) > wrappers
-        return has_hook or bool(self.spec.must_precede or self.spec.patches)
 
     def _require_result(self, hook: str, result: object, wanted: str, *, is_right: bool = True) -> None:
         """Refuse a hook's result where there is none, or is no such thing, and say whose fault that is."""

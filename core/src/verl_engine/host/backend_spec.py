@@ -1,15 +1,9 @@
 """Check what a backend says of the preparation that it needs."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from verl_engine.contract.backend import BackendSpec, DeclaredPatch
+from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.errors import EngineError, HookError, PatchError
 from verl_engine.patching.target import Target
-
-if TYPE_CHECKING:
-    from verl_engine.contract.engine_config import EngineConfig
 
 
 def check_backend_spec(spec: BackendSpec, label: str) -> None:

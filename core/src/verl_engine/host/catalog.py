@@ -104,11 +104,7 @@ class PluginEntry(NamedTuple):
 
 
 def list_plugins(kind: KindSpec) -> list[PluginEntry]:
-    """List what is installed of a kind, by name.
-
-    Returns:
-        Every entry, also when two distributions use one name.
-    """
+    """List what is installed of a kind, by name; every entry, also when two distributions use one name."""
     installed = installed_distributions()
     entries: list[PluginEntry] = []
     for distribution in installed.values():

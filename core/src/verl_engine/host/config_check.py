@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin
 from verl_engine.contract.errors import HookError
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
-    from pydantic.fields import FieldInfo
+    from pydantic import BaseModel  # not for listing plugins
 
 _RULES: Final = ("extra", "frozen", "validate_default", "allow_inf_nan")
 """Settings of pydantic on which the core relies."""
@@ -19,16 +18,9 @@ _MEANING: Final = ("annotation", "metadata", "default", "default_factory", "alia
 
 
 def check_config_class(config_class: type[BaseModel], base: type[BaseModel], key: str, name: str, label: str) -> None:
-    """Refuse a class that hides or changes what the core's class has.
+    """Refuse a class that hides or changes what the core's class, its base, has.
 
-    Args:
-        config_class: the plugin's.
-        base: the core's, of which it is a subclass.
-        key: the field that names the plugin: alone of the core's fields it may be narrowed, to that name.
-        name: the plugin's.
-        label: names the plugin in messages.
-    Raises:
-        HookError: says of each field and method what is wrong.
+    The field `key` names the plugin: alone of the core's fields it may be narrowed, to that name.
     """
     faults = [*_settings(config_class, base), *_fields(config_class, base, key, name), *_hidden(config_class, base)]
     if faults:
@@ -51,14 +43,11 @@ def _fields(config_class: type[BaseModel], base: type[BaseModel], key: str, name
         if theirs is None:
             yield f"it takes the field {field} away"
         elif field == key:
-            if not _accepts(theirs, name):
+            is_one_of = get_origin(theirs.annotation) is Literal and name in get_args(theirs.annotation)
+            if theirs.annotation is not str and not is_one_of:
                 yield f"its field {field} does not take {name!r}"
         elif any(getattr(theirs, part) != getattr(ours, part) for part in _MEANING):
             yield f"it changes the field {field}"
-
-
-def _accepts(field: FieldInfo, name: str) -> bool:
-    return field.annotation is str or (get_origin(field.annotation) is Literal and name in get_args(field.annotation))
 
 
 def _hidden(config_class: type[BaseModel], base: type[BaseModel]) -> Iterator[str]:

@@ -1,20 +1,15 @@
-"""The hooks that a backend need not write: each calls the method of the Engine that it is about.
-
-`verl_engine.host.registration` registers one only where the backend does not implement the hook: each hook has exactly
-one implementation. A second one would be called where the first returns None, and an optimizer would step twice.
-"""
+"""The hooks that a backend need not write: each calls the method of the Engine that it is about."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
 from verl_engine.contract.markers import hookimpl
 from verl_engine.contract.optimizer_step import OptimizerStep
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from verl_engine.engine.base import Engine
     from verl_engine.engine.snapshots.weight_snapshot import WeightSnapshot
 
@@ -44,13 +39,8 @@ def engine_restore_weights_from_cpu(engine: Engine, snapshot: WeightSnapshot) ->
     return True
 
 
-DEFAULT_HOOKS: Final[dict[str, Callable[..., Any]]] = {
-    hook.__name__: hook
-    for hook in (
-        engine_gradient_sync,
-        engine_optimizer_step,
-        engine_copy_weights_to_cpu,
-        engine_restore_weights_from_cpu,
-    )
-}
+_ALL: Final[tuple[Callable[..., Any], ...]] = (
+    engine_gradient_sync, engine_optimizer_step, engine_copy_weights_to_cpu, engine_restore_weights_from_cpu,
+)  # fmt: skip
+DEFAULT_HOOKS: Final = {hook.__name__: hook for hook in _ALL}
 """By name."""

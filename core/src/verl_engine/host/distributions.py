@@ -1,7 +1,7 @@
 """Installed distributions, read from their metadata folders.
 
-``importlib.metadata`` would do, but importing it alone costs more than half of what `verl-engine backends` may take
-(48 of 80 ms). So folders are read directly; it is the fallback for zip files and other finders.
+Importing ``importlib.metadata`` alone costs more than half of what `verl-engine backends` may take (48 of 80 ms): it is
+the fallback for zip files and other finders.
 """
 # os.path, because importing pathlib takes longer than the whole scan.
 # ruff: noqa: PTH113, PTH118, PTH123, PTH208
@@ -94,7 +94,10 @@ def _in_path(path: str) -> Iterator[Distribution]:
         if dot and kind in {"dist-info", "egg-info"} and not stem.startswith("~"):
             project, _, version = stem.partition("-")
             folder = os.path.join(path, name)
-            yield Distribution(project.replace("_", "-"), version or _version_inside(folder), partial(_read, folder))
+            read = partial(_read, folder)
+            if not version:  # the egg-info of a source tree has it inside
+                version = dict(Distribution("", "", read).read_headers()).get("version", "unknown")
+            yield Distribution(project.replace("_", "-"), version, read)
 
 
 def _read(folder: str, name: str) -> str | None:
@@ -103,12 +106,6 @@ def _read(folder: str, name: str) -> str | None:
             return file.read()
     except OSError:  # most distributions have no entry points; old egg-info files are no folders
         return None
-
-
-def _version_inside(folder: str) -> str:
-    """Version of a source tree's egg-info, whose folder name has none."""
-    headers = Distribution("", "", partial(_read, folder)).read_headers()
-    return dict(headers).get("version", "unknown")
 
 
 def _in_archive(path: str) -> Iterator[Distribution]:

@@ -1,11 +1,10 @@
 """The ``engine`` section of a job: its ``backend`` key chooses who validates it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from verl_engine.contract.backend import BackendSpec
+from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.errors import ConfigError
 from verl_engine.contract.kinds import BACKEND, KindSpec
 from verl_engine.contract.validation import validate
@@ -13,9 +12,6 @@ from verl_engine.host.backend_host import BackendHost
 from verl_engine.host.catalog import list_plugins
 from verl_engine.host.install_hints import pip_install
 from verl_engine.host.observers import check_observers
-
-if TYPE_CHECKING:
-    from verl_engine.contract.engine_config import EngineConfig
 
 
 class EngineSection(NamedTuple):
@@ -27,11 +23,8 @@ class EngineSection(NamedTuple):
 
 
 def load_engine_section(section: object, at: str = "engine") -> EngineSection:
-    """Load the backend that an engine section names, and validate the section by its config class. Imports no torch.
+    """Load the backend that an engine section, read from `at` of the job, names; it validates the section. No torch.
 
-    Args:
-        section: the mapping read from the job's file.
-        at: its dotted path; for messages.
     Raises:
         ConfigError: the section is no mapping, names no backend, or has a wrong field.
         PluginError: the backend cannot be loaded, or an observer is not installed.
@@ -49,15 +42,7 @@ def validate_engine_section(section: object, at: str = "engine") -> EngineConfig
 
 
 def chosen_plugin(kind: KindSpec, section: object, at: str) -> tuple[str, Mapping[str, object]]:
-    """Return the name of the plugin that a section chooses, and the section.
-
-    Args:
-        kind: of plugin; the last part of its `chosen_by` is the key.
-        section: the mapping read from the job's file.
-        at: its dotted path; for messages.
-    Raises:
-        ConfigError: the section is no mapping, or names no plugin.
-    """
+    """Return the plugin that a section at `at` chooses, and the section; a ConfigError where it is no such section."""
     key = kind.chosen_by.rpartition(".")[2]
     if not isinstance(section, Mapping):
         raise ConfigError(f"{at}={section!r} must be a section with at least {_line(kind, at)}")

@@ -11,12 +11,10 @@ _OURS: Final = re.compile(r"(?P<name>verl-[a-z-]+)(?P<extras>\[[^\]]*\])?(?P<ver
 
 
 def pip_install(*what: str) -> str:
-    """Write the command that installs something with the Python that is running.
+    """Write the command that installs something, options and requirements, with the Python that is running.
 
-    Args:
-        what: options and requirements, as pip takes them. A package of this project is named by its folder where the
-            core was installed from a checkout that has it, by the folder of the wheels where it came from a wheel, and
-            else by its name.
+    A package of this project is named by its folder where the core was installed from a checkout that has it, by the
+    folder of the wheels where it came from a wheel, and else by its name.
     """
     wheels, items = "", []
     for item in what:

@@ -19,11 +19,7 @@ def all_kinds() -> list[KindSpec]:
 
 
 def find_kind(name: str, at: str = "") -> KindSpec:
-    """Return one kind by name; it is imported if it is not the core's own.
-
-    Raises:
-        PluginError: there is none, it cannot be imported, or it is no KindSpec.
-    """
+    """Return one kind by name, imported if it is not the core's own; a PluginError where there is none."""
     own = {kind.name: kind for kind in CORE_KINDS}
     if name in own:
         return own[name]

@@ -24,13 +24,7 @@ class LoadedPlugin(NamedTuple):
 
 
 def load_plugin(kind: KindSpec, name: str, at: str = "") -> LoadedPlugin:
-    """Find and load a plugin; see `find_plugin` and `load_entry`.
-
-    Args:
-        kind: of plugin.
-        name: the entry point's name.
-        at: dotted path of the config field that chose it, such as ``engine.backend``; for messages.
-    """
+    """Find and load a plugin that the config field `at` names; see `find_plugin` and `load_entry`."""
     return load_entry(find_plugin(kind, name, at))
 
 
@@ -53,12 +47,7 @@ def load_entry(entry: PluginEntry) -> LoadedPlugin:
 
 
 def find_plugin(kind: KindSpec, name: str, at: str = "") -> PluginEntry:
-    """Find a plugin's entry without importing it.
-
-    Raises:
-        UnknownPluginError: nothing installed has the name.
-        DuplicatePluginError: two distributions have it.
-    """
+    """Find a plugin's entry without importing it; an UnknownPluginError or DuplicatePluginError unless there is one."""
     entries = list_plugins(kind)
     matches = [entry for entry in entries if entry.name == name and name not in kind.reserved]
     if not matches:

@@ -1,17 +1,14 @@
 """Observers: plugins that wrap an engine's hooks to observe it, for example to take times. None changes a result."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import pluggy
 
 from verl_engine.contract.errors import HookError
 from verl_engine.contract.kinds import OBSERVER
 from verl_engine.host.loading import find_plugin, load_entry
 from verl_engine.host.rollback import forgetting_on_failure
-
-if TYPE_CHECKING:
-    import pluggy
 
 
 class Observer(NamedTuple):
@@ -24,14 +21,7 @@ class Observer(NamedTuple):
 
 
 def check_observers(names: Sequence[str], at: str) -> None:
-    """Check that observers are installed, without importing them.
-
-    Args:
-        names: entry points' names in the group ``verl_engine.observers``.
-        at: dotted path of the config field that names them.
-    Raises:
-        PluginError: one is not there, or two distributions offer it.
-    """
+    """Check that observers are installed, without importing them; a PluginError names the field `at`."""
     for index, name in enumerate(names):
         find_plugin(OBSERVER, name, f"{at}[{index}]")
 
@@ -39,9 +29,7 @@ def check_observers(names: Sequence[str], at: str) -> None:
 def load_observer(name: str, at: str) -> Observer:
     """Load one by name; a class is called without arguments, so each host has an observer of its own.
 
-    Raises:
-        PluginError: it is not there or cannot be imported.
-        HookError: its class cannot be called without arguments.
+    A PluginError where it is not there or cannot be imported, or its class cannot be called so.
     """
     entry = find_plugin(OBSERVER, name, at)
     label = entry.label
@@ -56,11 +44,7 @@ def load_observer(name: str, at: str) -> Observer:
 
 
 def check_only_wraps(relays: Mapping[str, pluggy.HookCaller], observer: Observer) -> None:
-    """Check that an observer, registered already, wraps hooks and implements none in the backend's place.
-
-    Raises:
-        HookError: it implements one, or has no hooks at all.
-    """
+    """Refuse an observer, registered already, that implements hooks in the backend's place, or has none at all."""
     own = [
         (name, implementation)
         for name, relay in relays.items()
@@ -78,12 +62,9 @@ def check_only_wraps(relays: Mapping[str, pluggy.HookCaller], observer: Observer
 
 
 def collect_metrics(observers: Sequence[Observer]) -> dict[str, float]:
-    """Ask each observer that has a method ``metrics`` for its metrics since the last time.
+    """Ask each observer with a method ``metrics`` for its metrics since the last time, under ``observer/metric``.
 
-    Returns:
-        The metrics, each under ``observer's name/its name``.
-    Raises:
-        HookError: what one returns is no mapping of names to numbers, or it fails.
+    A HookError where that fails, or what one returns is no mapping of names to numbers.
     """
     found: dict[str, float] = {}
     for observer in observers:

@@ -26,8 +26,7 @@ def new_manager() -> pluggy.PluginManager:
 def register_backend(manager: pluggy.PluginManager, backend: object, spec: BackendSpec, label: str) -> frozenset[str]:
     """Register a backend, and the core's default for each hook that has one and that the backend does not implement.
 
-    Returns:
-        The hooks that have their default.
+    Returns the hooks that have their default.
     Raises:
         HookError: a hook does not exist or fit, ``engine_create`` is missing, or a hook has two implementations. The
             manager is as it was.
@@ -39,7 +38,10 @@ def register_backend(manager: pluggy.PluginManager, backend: object, spec: Backe
         ]
         if unmarked:
             raise HookError(f"{label}: {', '.join(unmarked)} lacks the @hookimpl decorator, and would not be called")
-        own = {name: _implementations(relay) for name, relay in hooks.items()}
+        own = {
+            name: [each for each in relay.get_hookimpls() if not (each.wrapper or each.hookwrapper)]
+            for name, relay in hooks.items()
+        }
         for name, implementations in own.items():
             _check_implementations(name, implementations, label)
         if not own["engine_create"]:
@@ -49,26 +51,18 @@ def register_backend(manager: pluggy.PluginManager, backend: object, spec: Backe
     return frozenset(defaults)
 
 
-def _implementations(relay: pluggy.HookCaller) -> list[pluggy.HookImpl]:
-    """Return what implements a hook; wrappers do not."""
-    return [each for each in relay.get_hookimpls() if not (each.wrapper or each.hookwrapper)]
-
-
 def _check_implementations(name: str, implementations: list[pluggy.HookImpl], label: str) -> None:
     if len(implementations) > 1:
         raise HookError(f"{label} implements {name} twice; where the first returned None the second would run too")
+    arguments = inspect.signature(getattr(hookspecs, name)).parameters
     for each in implementations:
-        known = [argument for argument in each.kwargnames if argument in _arguments(name)]
+        known = [argument for argument in each.kwargnames if argument in arguments]
         if known:  # pluggy passes only what has no default, so the value given would be lost
             raise HookError(f"{label}: {name} gives {', '.join(known)} a default; the core passes every argument")
 
 
 def register_observer(manager: pluggy.PluginManager, observer: Observer) -> None:
-    """Register an observer around what is there.
-
-    Raises:
-        HookError: a hook does not exist or fit, or is no wrapper. The manager is as it was.
-    """
+    """Register an observer around what is there, or raise a HookError and leave the manager as it was."""
     with _registered(manager, observer.plugin, f"observer {observer.name}", observer.label):
         check_only_wraps({name: relay for name, relay in _relays(manager) if relay.has_spec()}, observer)
 
@@ -108,10 +102,6 @@ def _register(manager: pluggy.PluginManager, plugin: object, name: str, label: s
 
 def _relays(manager: pluggy.PluginManager) -> list[tuple[str, pluggy.HookCaller]]:
     return [(name, relay) for name, relay in vars(manager.hook).items() if isinstance(relay, pluggy.HookCaller)]
-
-
-def _arguments(hook: str) -> tuple[str, ...]:
-    return tuple(inspect.signature(getattr(hookspecs, hook)).parameters)
 
 
 def _explain_unknown_hook(manager: pluggy.PluginManager, label: str) -> str:

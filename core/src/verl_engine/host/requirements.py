@@ -1,8 +1,4 @@
-"""Which requirements of a distribution are not met.
-
-The ``packaging`` library decides; but importing it takes longer than all the rest of `verl-engine backends`, so plain
-requirements such as ``torch>=2.5,<3`` are compared here.
-"""
+"""Which requirements of a distribution are not met; plain ones are compared here: importing ``packaging`` is slow."""
 
 import operator
 import re
@@ -29,15 +25,10 @@ _RELEASE = re.compile(r"\d+(?:\.\d+)*(?=\+|$)")
 def missing_requirements(
     requirements: Iterable[str], installed: Mapping[str, Distribution], extra: str = ""
 ) -> tuple[str, ...]:
-    """Find the requirements that no installed distribution meets.
+    """Find the requirements, as in ``Requires-Dist``, that no installed distribution meets, as pip takes them.
 
-    Args:
-        requirements: as in ``Requires-Dist``, such as ``torch>=2.5; python_version >= "3.10"``.
-        installed: by normalised name.
-        extra: the extra that was asked for, if any; requirements of other extras are left out.
-    Returns:
-        Those not met, as pip takes them. What an installed requirement needs for its extras, such as the ``engine`` of
-        ``verl-engine-core[engine]``, is among them.
+    Distributions are by normalised name. Requirements of other extras than `extra` are left out; what an installed
+    requirement needs for its own, such as the ``engine`` of ``verl-engine-core[engine]``, is looked at.
     """
     missing: list[str] = []
     for requirement in requirements:

@@ -10,13 +10,10 @@ from verl_engine.patching.import_recorder import is_within
 
 @contextmanager
 def forgetting_on_failure(module_name: str) -> Iterator[None]:
-    """Forget what was imported of a plugin's package meanwhile, if an exception ends it.
+    """Forget what was imported of a plugin's top-level package meanwhile, if an exception ends it.
 
     So a second try, after the plugin was fixed in the same session, does not meet the halves of the first. Modules of
     other packages stay: they may be in use already.
-
-    Args:
-        module_name: of the plugin; all of its top-level package counts.
     """
     root = module_name.partition(".")[0]
     before = set(sys.modules)

@@ -10,11 +10,7 @@ from verl_engine.host.install_hints import pip_install
 
 
 def check_api_version(kind: KindSpec, subject: str, version: int, distribution: str = "") -> None:
-    """Refuse a plugin that was written for another plugin API.
-
-    Raises:
-        PluginApiVersionError: the version is not the kind's.
-    """
+    """Refuse a plugin that was written for another plugin API than its kind has."""
     if version == kind.api_version:
         return
     upgrade = distribution if version < kind.api_version else kind.owner
@@ -26,18 +22,9 @@ def check_api_version(kind: KindSpec, subject: str, version: int, distribution: 
 
 
 def checked_spec(kind: KindSpec, module: object, name: str | None, label: str, distribution: str = "") -> Any:
-    """Return a plugin's ``SPEC``.
+    """Return a plugin's ``SPEC``, which must be called `name`, unless that is None.
 
-    Args:
-        kind: of plugin; it has a `spec_class`, whose instances have ``name``, ``config_class`` and
-            ``plugin_api_version``.
-        module: the plugin.
-        name: what it must be called; None for any.
-        label: names the plugin in messages.
-        distribution: which one offers it, if any.
-    Raises:
-        HookError: it is missing or wrong.
-        PluginApiVersionError: it was written for another plugin API.
+    A HookError where it is missing or wrong, a PluginApiVersionError where it is of another plugin API.
     """
     spec_class, config_base = _load(kind.spec_class), _load(kind.config_class)
     try:

@@ -1,20 +1,23 @@
 """The observer ``timing``: how long each hook takes on this rank, in the metrics of each training step."""
 
-from __future__ import annotations
-
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from verl_engine.contract.markers import hookimpl
 
-if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
-    from contextlib import AbstractContextManager
-
-    _Context = AbstractContextManager[None]
-
+Context = AbstractContextManager[None]
 Result = TypeVar("Result")
+
+
+@contextmanager
+def _adding(times: dict[str, float], name: str) -> Iterator[None]:
+    start = perf_counter()
+    try:
+        yield
+    finally:
+        times[name] += perf_counter() - start
 
 
 class Timing:
@@ -42,42 +45,32 @@ class Timing:
     @hookimpl(wrapper=True)
     def engine_prepare_process(self) -> Generator[None, Result, Result]:
         """Time the preparation."""
-        start = perf_counter()
-        try:
+        self._once["engine_prepare_process_s"] = 0.0
+        with _adding(self._once, "engine_prepare_process_s"):
             return (yield)
-        finally:
-            self._once["engine_prepare_process_s"] = perf_counter() - start
 
     @hookimpl(wrapper=True)
     def engine_create(self) -> Generator[None, Result, Result]:
         """Time the building of the engine."""
-        start = perf_counter()
-        try:
+        self._once["engine_create_s"] = 0.0
+        with _adding(self._once, "engine_create_s"):
             return (yield)
-        finally:
-            self._once["engine_create_s"] = perf_counter() - start
 
     @hookimpl(wrapper=True)
-    def engine_gradient_sync(self) -> Generator[None, _Context | None, _Context | None]:
+    def engine_gradient_sync(self) -> Generator[None, Context | None, Context | None]:
         """Time the hook, its context, and what is done inside."""
-        start = perf_counter()
-        try:
+        with _adding(self._step, "engine_gradient_sync_s"):
             context = yield
-        finally:
-            self._step["engine_gradient_sync_s"] += perf_counter() - start
         return None if context is None else self._timed(context)
 
     @hookimpl(wrapper=True)
     def engine_optimizer_step(self) -> Generator[None, Result, Result]:
         """Time the optimizer step."""
-        start = perf_counter()
-        try:
+        with _adding(self._step, "engine_optimizer_step_s"):
             return (yield)
-        finally:
-            self._step["engine_optimizer_step_s"] += perf_counter() - start
 
     @contextmanager
-    def _timed(self, context: AbstractContextManager[None]) -> Iterator[None]:
+    def _timed(self, context: Context) -> Iterator[None]:
         """Enclose the context; leaving it may wait for a reduction."""
         start = perf_counter()
         entered = left = start

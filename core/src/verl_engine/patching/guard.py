@@ -1,7 +1,5 @@
 """Prepare a process for a backend, guarded: before its framework is imported, wholly, once, or not at all."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections import Counter
@@ -10,18 +8,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from verl_engine.contract.backend import BackendSpec, DeclaredPatch
+from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.errors import ImportOrderError, PatchError, PreparationConflictError
 from verl_engine.patching.first_import import AFTER, BEFORE, owned_by, patch_on_import, stop_waiting, waiting_modules
 from verl_engine.patching.import_recorder import explain_import, is_within
 from verl_engine.patching.patches import forget_records, note_replaced, record_patch, replaced_objects
 from verl_engine.patching.references import find_references, inner_function
 from verl_engine.patching.target import ABSENT, Target
-
-if TYPE_CHECKING:
-    from verl_engine.contract.backend import BackendSpec, DeclaredPatch
-    from verl_engine.contract.engine_config import EngineConfig
 
 _FRESH = "Start a fresh process for it"
 
@@ -43,7 +39,6 @@ class Preparation:
     pid: int = field(default_factory=os.getpid)
 
     def __post_init__(self) -> None:
-        """Read the names."""
         self.targets = {Target.parse(patch.target): patch for patch in self.declared}
         self._searched: set[object] = set()
         """Modules, and originals, that a whole search for references found nothing in, and of."""
@@ -68,9 +63,8 @@ class Preparation:
     def accept(self, config: EngineConfig) -> None:
         """Accept that the backend is prepared again, if that would do nothing new.
 
-        Raises:
-            PreparationConflictError: it was prepared with other settings.
-            PatchError: preparation failed before, or its patches are gone.
+        A PreparationConflictError where it was prepared with other settings; a PatchError where that failed, or patches
+        are gone.
         """
         if self.state == "failed":
             raise PatchError(
@@ -111,13 +105,10 @@ class Preparation:
         self._searched = present
 
     def check_names(self, targets: Iterable[Target] | None = None, module: ModuleType | None = None) -> None:
-        """Check the declared names alone, and record their patches.
+        """Check the declared names alone, by default all, and record their patches.
 
-        Args:
-            targets: by default all.
-            module: of the targets, where it is just being imported; it must hold no original either.
-        Raises:
-            PatchError: a name holds its original.
+        The `module` of the targets is given where it is just being imported; it must hold no original either. A
+        PatchError where a name holds its original.
         """
         if module is not None and self.state == "running":  # a patcher that imports first and patches then is at work
             return
@@ -213,12 +204,7 @@ def prepare(preparation: Preparation, hook: Callable[[], object]) -> None:
 
 
 def require_preparation(backend: object, label: str, spec: BackendSpec) -> Preparation | None:
-    """Return a backend's preparation, if there is one.
-
-    Raises:
-        ImportOrderError: there is none, and the backend depends on it.
-        PatchError: it failed.
-    """
+    """Return a backend's preparation, if any; an ImportOrderError where it needs one, a PatchError if that failed."""
     found = _preparations.get(id(backend))
     if found is not None and found.state == "failed":
         found.accept(found.config)

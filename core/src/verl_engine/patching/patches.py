@@ -1,7 +1,4 @@
-"""Replace one name of a module, now or at its first import, and the record of what was replaced in this process.
-
-`patch` is the way for backends whose patches are their own. Whatever backends declare is recorded, however they do it.
-"""
+"""Replace one name of a module, now or at its first import, and the record of what was replaced in this process."""
 
 import os
 import time

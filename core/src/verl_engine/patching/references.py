@@ -2,9 +2,8 @@
 
 Looked at are the names of every module, the attributes of their classes, and what these hold in their own turn, one
 level deep: entries of registries, attributes of instances, arguments of partials, default arguments and closures of
-functions. What lies deeper, or in an object that no module knows, is not found. What a subclass inherits from a class
-is not looked at: a replacement often is a subclass itself. Flags such as ``True`` cannot be told apart by identity and
-have no references; nor has a module: code that imports it holds it on purpose.
+functions. What a subclass inherits is not looked at: a replacement often is a subclass itself. Flags such as ``True``,
+and modules, have no references.
 """
 
 import functools
@@ -35,7 +34,6 @@ class Reference(NamedTuple):
     put: Callable[[object], None]
 
     def __str__(self) -> str:
-        """Show the place as messages do."""
         return f"{self.module}:{self.place}"
 
     def replace(self, value: object) -> None:
@@ -49,14 +47,10 @@ class Reference(NamedTuple):
 def find_references(
     objects: Iterable[object], holders: Iterable[object] = (), modules: Iterable[str] | None = None
 ) -> list[Reference]:
-    """Search modules of this process for the places that hold one of these objects.
+    """Search modules, by default all, for the places that hold one of these objects; in the order of ``sys.modules``.
 
-    Args:
-        objects: a static or class method stands for the function inside as well.
-        holders: what may hold them in its own turn, such as replacements that call the originals.
-        modules: names in ``sys.modules``; by default all.
-    Returns:
-        The places, in the order of ``sys.modules``.
+    A static or class method stands for the function inside as well. What holders, such as replacements that call the
+    originals, hold in their own turn does not count.
     """
     wanted = {
         id(same) for thing in objects for same in (thing, inner_function(thing)) if not isinstance(same, _NO_IDENTITY)

@@ -1,12 +1,10 @@
 """Names that can be patched: ``module:attribute`` or ``module:Class.method``, looked at without side effects."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Iterable
 from types import ModuleType
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 from verl_engine.contract.errors import PatchError
 
@@ -22,11 +20,10 @@ class Target(NamedTuple):
     """Below the module, with dots."""
 
     def __str__(self) -> str:
-        """Write it as plugins do."""
         return f"{self.module}:{self.path}"
 
     @classmethod
-    def parse(cls, text: object) -> Target:
+    def parse(cls, text: object) -> Self:
         """Read ``module:attribute``; a PatchError where it is not of this form."""
         module, _, path = text.partition(":") if isinstance(text, str) else ("", "", "")
         if not all(part.isidentifier() for part in (*module.split("."), *path.split("."))):
@@ -38,19 +35,12 @@ class Target(NamedTuple):
     def get(self, module: ModuleType | None = None) -> object:
         """Look up what the name holds, as it is stored: a method without binding, a static method in its wrapper.
 
-        Args:
-            module: by default the one in ``sys.modules``.
-        Returns:
-            ABSENT where the module is not imported, or has no such name.
+        ABSENT where the module, by default the one in ``sys.modules``, is not imported or has no such name.
         """
         return self._follow(self.path.split("."), module)
 
     def set(self, value: object, module: ModuleType | None = None) -> None:
-        """Put something under the name, as it is to be stored.
-
-        Raises:
-            PatchError: there is no such module or class, or it cannot be changed.
-        """
+        """Put something under the name, as it is to be stored; a PatchError where that cannot be done."""
         *owner_path, name = self.path.split(".")
         owner = self._follow(owner_path, module)
         if owner is ABSENT:

@@ -1,8 +1,4 @@
-"""A tiny causal LM with buffers that change in training: what a snapshot must not lose.
-
-It is a transformers class of a model type that importing this module registers, so whatever loads models through
-transformers' Auto classes can load it.
-"""
+"""A tiny causal LM with buffers that change in training; importing it registers it with transformers' Auto classes."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from verl_engine.testing.tiny_models import tiny_config
+from verl_engine.testing.tiny_models import save_drawn, tiny_config
 
 
 class BufferedConfig(Qwen3Config):
@@ -56,7 +52,4 @@ AutoModelForCausalLM.register(BufferedConfig, BufferedModel, exist_ok=True)
 
 def write_buffered_model(folder: Path) -> Path:
     """Write such a model, two layers, without a tokenizer."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        BufferedModel(BufferedConfig(**tiny_config())).save_pretrained(folder)
-    return folder
+    return save_drawn(BufferedModel, BufferedConfig(**tiny_config()), folder)

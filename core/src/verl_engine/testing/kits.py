@@ -39,14 +39,7 @@ class Kit(Protocol):
     """How many processes there are where a check wants several."""
 
     def __init__(self, name: str, settings: Mapping[str, Any], /, *, ranks: int = ..., timeout_s: float) -> None:
-        """Find the plugin.
-
-        Args:
-            name: of the plugin.
-            settings: fields of its section.
-            ranks: how many processes there are where a check wants several; given where the user says it.
-            timeout_s: for each step of a check.
-        """
+        """Find the plugin; its section has the settings, and `ranks` is given where the user says it."""
 
     @staticmethod
     def all_checks() -> Sequence[KitCheck]:

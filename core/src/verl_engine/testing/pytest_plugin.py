@@ -1,7 +1,4 @@
-"""For pytest: ranks that all tests of a session share. Load it with ``-p verl_engine.testing.pytest_plugin``.
-
-Imports no torch; ranks are started when a test first asks for some.
-"""
+"""For pytest, by ``-p verl_engine.testing.pytest_plugin``: ranks that all tests of a session share. No torch."""
 
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Processes of this machine that share a process group and stay for many calls: starting them takes the time."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import faulthandler
@@ -14,18 +12,15 @@ import signal
 import tempfile
 import time
 import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from verl_engine.testing.rank_state import RankState
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from multiprocessing.connection import Connection
-    from multiprocessing.context import ForkServerContext, SpawnContext
-    from multiprocessing.process import BaseProcess
 
 Result = TypeVar("Result")
 
@@ -116,16 +111,10 @@ class RankPool:
             self._processes.append(process)
 
     def run(self, function: Callable[..., Result], *args: object, timeout_s: float = 120.0) -> list[Result]:
-        """Call ``function(rank, *args)`` on every rank.
+        """Call ``function(rank, *args)`` on every rank, and return their results in rank order.
 
-        Args:
-            function: module-level and picklable, as its arguments and result must be.
-            args: passed to every rank.
-            timeout_s: then the ranks are killed and the silent ones named.
-        Returns:
-            Each rank's result, in rank order.
-        Raises:
-            RankError: a rank raised, died or did not respond in time; the pool is closed.
+        The function is module-level and picklable, as its arguments and result must be. A RankError where a rank
+        raised, died or did not respond within `timeout_s`; the pool is closed then.
         """
         # Plain pickle copies tensors; multiprocessing's own would share them with a process that is about to end.
         self._send((function, args))
@@ -140,7 +129,8 @@ class RankPool:
             )
         silent = [rank for rank in range(self.world_size) if rank not in results]
         if silent:
-            summary = f"no result from {_ranks(silent)} of {self.world_size} within {timeout_s:g} s"
+            who = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
+            summary = f"no result from {who} of {self.world_size} within {timeout_s:g} s"
             places = self._places(silent)
             self.close(grace_s=0.0)  # some may wait for each other forever
             raise RankError(summary, summary, f"{summary}\n{places}")
@@ -199,7 +189,6 @@ class RankPool:
         return reply
 
     def _places(self, silent: list[int]) -> str:
-        """Say where each of some ranks is."""
         for rank in silent:
             process = self._processes[rank]
             if process.is_alive() and process.pid is not None:
@@ -208,16 +197,11 @@ class RankPool:
         return "\n".join(f"rank {rank} is at:\n{self._log(rank)}" for rank in silent)
 
     def _log(self, rank: int) -> str:
-        """Return the end of what a rank wrote."""
         try:
             lines = _log_file(self._folder.name, rank).read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             return "(nothing)"
         return "\n".join(lines[-_LOG_LINES:]) or "(nothing)"
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _log_file(folder: str, rank: int) -> Path:

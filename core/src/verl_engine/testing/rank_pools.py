@@ -1,15 +1,11 @@
 """Worlds of ranks that many tests share: each is started when it is first asked for, and stays."""
 
-from __future__ import annotations
-
 import sys
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Protocol, TypeVar
 
 from verl_engine.testing.rank_pool import RankPool
 from verl_engine.testing.rank_state import end_groups
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
 Result = TypeVar("Result")
 
@@ -32,11 +28,7 @@ class RankPools:
     """
 
     def __init__(self, *, is_fresh: bool = False) -> None:
-        """Start nothing yet.
-
-        Args:
-            is_fresh: start new ranks each time that some are asked for; slow, and shows what tests owe to each other.
-        """
+        """Start nothing yet; `is_fresh` is slow, and shows what tests owe to each other."""
         self._is_fresh = is_fresh
         self._pools: dict[object, RankPool] = {}
 
@@ -47,7 +39,7 @@ class RankPools:
         prepare: Callable[[], None] | None = None,
         must_precede: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
-        tidy: Callable[[], None] = end_groups,
+        tidy: Callable[[], None] | None = end_groups,
         device: str = "cpu",
     ) -> RankPool:
         """Return ranks that are as asked for; arguments as those of `RankPool`."""

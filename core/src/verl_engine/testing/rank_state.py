@@ -1,17 +1,13 @@
 """What a call may leave behind in a rank that stays: it is put back before the next one, or the rank is given up."""
 
-from __future__ import annotations
-
 import os
 import random
 import sys
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from typing import Any, Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +22,7 @@ class RankState:
     group: Any
 
     @classmethod
-    def take(cls) -> RankState:
+    def take(cls) -> Self:
         """Read it from this process."""
         import torch
         import torch.distributed as dist

@@ -1,14 +1,10 @@
 """Small Hugging Face model folders with random weights, for tests on a CPU."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 import transformers
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NUM_EXPERTS: Final = 4
 EXPERTS_PER_TOKEN: Final = 2
@@ -18,24 +14,11 @@ EXPERTS_PER_TOKEN: Final = 2
 def write_tiny_model(
     folder: Path, *, tied: bool = False, seed: int = 0, vocab_size: int = 32, attention_dropout: float = 0.0
 ) -> Path:
-    """Write a two-layer Qwen3 model without a tokenizer.
-
-    Args:
-        folder: created.
-        tied: whether the output layer shares the embedding's weights.
-        seed: of the random weights.
-        vocab_size: number of tokens.
-        attention_dropout: probability, in train mode.
-    Returns:
-        `folder`.
-    """
+    """Write a two-layer Qwen3 model without a tokenizer, its output layer tied to the embedding or not."""
     config = transformers.Qwen3Config(
         **tiny_config(vocab_size), tie_word_embeddings=tied, attention_dropout=attention_dropout
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
-    return folder
+    return save_drawn(transformers.Qwen3ForCausalLM, config, folder, seed)
 
 
 def write_absolute_position_model(folder: Path) -> Path:
@@ -46,10 +29,7 @@ def write_absolute_position_model(folder: Path) -> Path:
     config = transformers.GPT2Config(
         vocab_size=32, n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        transformers.GPT2LMHeadModel(config).save_pretrained(folder)
-    return folder
+    return save_drawn(transformers.GPT2LMHeadModel, config, folder)
 
 
 def write_tiny_critic(folder: Path) -> Path:
@@ -78,9 +58,14 @@ def write_tiny_mixture(folder: Path, num_layers: int = 2) -> Path:
         norm_topk_prob=True,
         initializer_range=0.2,
     )
+    return save_drawn(transformers.Qwen3MoeForCausalLM, config, folder)
+
+
+def save_drawn(model_class: Any, config: Any, folder: Path, seed: int = 0) -> Path:
+    """Write a model with weights drawn by a seed; random numbers elsewhere go on as before."""
     with torch.random.fork_rng():
-        torch.manual_seed(0)
-        transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
+        torch.manual_seed(seed)
+        model_class(config).save_pretrained(folder)
     return folder
 
 

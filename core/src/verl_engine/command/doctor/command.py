@@ -46,7 +46,9 @@ def doctor(
     `verl-engine doctor --json | jq .ok`
     """
     with contextlib.redirect_stdout(sys.stderr):  # what a backend prints when it is loaded would spoil the JSON
-        found = examine(backend, ranks or _ranks_of_environment(), timeout_s, with_patches=patches)
+        launched = os.environ.get("LOCAL_WORLD_SIZE", "")
+        num_ranks = ranks or (int(launched) if launched.isdecimal() else 0) or 1
+        found = examine(backend, num_ranks, timeout_s, with_patches=patches)
     if as_json:
         sys.stdout.write(json.dumps(found.as_json(), indent=2) + "\n")
     else:
@@ -54,8 +56,3 @@ def doctor(
 
         print_examination(found)
     return 0 if found.is_healthy else 1
-
-
-def _ranks_of_environment() -> int:
-    value = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(value)) if value.isdecimal() else 1

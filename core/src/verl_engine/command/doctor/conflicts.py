@@ -1,13 +1,16 @@
-"""Distributions that do not go together."""
+"""Distributions that do not go together, or that break what reads the metadata of all of them, as torch does."""
 
 import re
 from collections.abc import Iterator, Mapping
+from importlib.metadata import Distribution as ImportlibDistribution
+from importlib.metadata import distributions
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from verl_engine.command.doctor.findings import Finding
 from verl_engine.host.distributions import Distribution
+from verl_engine.host.install_hints import pip_install
 from verl_engine.host.requirements import missing_requirements
 
 TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
@@ -15,12 +18,7 @@ TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 
 def find_conflicts(installed: Mapping[str, Distribution], devices: Mapping[str, list[str]]) -> list[Finding]:
-    """Look at all installed distributions together.
-
-    Args:
-        installed: by normalised name.
-        devices: as `find_devices` found them.
-    """
+    """Look at all installed distributions, by normalised name, together, with the devices that `find_devices` found."""
     return [*_companions(installed), *_torch_npu(installed), *_triton(installed, devices)]
 
 
@@ -57,7 +55,6 @@ def _torch_npu(installed: Mapping[str, Distribution]) -> Iterator[Finding]:
 
 
 def _needed_torch(installed: Mapping[str, Distribution]) -> SpecifierSet | None:
-    """Return which versions of torch the core asks for."""
     core = installed.get("verl-engine-core")
     headers = core.read_headers() if core else []
     requirements = [Requirement(text) for field, text in headers if field == "requires-dist"]
@@ -96,3 +93,27 @@ def _release(version: str) -> str:
     """``2.7.1`` of ``2.7.1.post2+cpu``."""
     found = re.match(r"\d+\.\d+\.\d+", version)
     return found[0] if found else version
+
+
+def unreadable_metadata() -> list[Finding]:
+    """Read the entry points of every distribution, as an import of torch does."""
+    problems = ((distribution.metadata["Name"], _problem(distribution)) for distribution in distributions())
+    return [
+        Finding(
+            "error",
+            name or "a distribution without a name",
+            f"its entry points cannot be read ({problem}); importing torch reads those of everything installed, and "
+            "fails",
+            pip_install("--force-reinstall", "--no-deps", name) if name else None,
+        )
+        for name, problem in problems
+        if problem
+    ]
+
+
+def _problem(distribution: ImportlibDistribution) -> str:
+    try:
+        list(distribution.entry_points)
+    except Exception as error:  # noqa: BLE001 - broken files raise anything
+        return f"{type(error).__name__}: {error}"
+    return ""

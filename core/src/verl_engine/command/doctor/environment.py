@@ -28,14 +28,9 @@ class Variable(NamedTuple):
 
 
 ALWAYS_SHOWN: Final = (
-    "OMP_NUM_THREADS",
-    "OMP_WAIT_POLICY",
-    "TORCH_DEVICE_BACKEND_AUTOLOAD",
-    "CUDA_VISIBLE_DEVICES",
-    "ASCEND_RT_VISIBLE_DEVICES",
-    "ASCEND_HOME_PATH",
-    "HF_HUB_OFFLINE",
-)
+    "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "TORCH_DEVICE_BACKEND_AUTOLOAD", "CUDA_VISIBLE_DEVICES",
+    "ASCEND_RT_VISIBLE_DEVICES", "ASCEND_HOME_PATH", "HF_HUB_OFFLINE",
+)  # fmt: skip
 """Also where they are not set."""
 SHOWN_PREFIXES: Final = ("ASCEND_", "GLOO_", "HCCL_", "NCCL_", "PYTORCH_", "RAY_", "VERL_ENGINE_")
 """Of variables that are shown where they are set."""

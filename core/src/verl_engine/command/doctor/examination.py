@@ -1,15 +1,13 @@
 """All that the doctor finds, as plain data."""
 
 import os
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from verl_engine.command.doctor.conflicts import find_conflicts
+from verl_engine.command.doctor.conflicts import find_conflicts, unreadable_metadata
 from verl_engine.command.doctor.environment import Situation, Variable, read_environment
 from verl_engine.command.doctor.findings import Finding
 from verl_engine.command.doctor.machine import describe_machine, find_devices, machine_findings, package_versions
-from verl_engine.command.doctor.metadata import unreadable_metadata
 from verl_engine.command.doctor.patch_report import PatchReport, describe_patches
 from verl_engine.command.doctor.plugins import inspect_backend, list_all, plugin_findings
 from verl_engine.contract.kinds import BACKEND
@@ -53,13 +51,10 @@ class Examination:
 
 
 def examine(backend: str | None, num_ranks: int, timeout_s: float, *, with_patches: bool) -> Examination:
-    """Look at everything.
+    """Look at everything, and at one backend more closely: its hooks module is imported, as a job would.
 
-    Args:
-        backend: one to look at more closely: its hooks module is imported, as a job would.
-        num_ranks: that are to run on this machine.
-        timeout_s: for importing torch, and for preparing a process for a backend.
-        with_patches: whether to prepare a process for the backend, or for each that can be used.
+    `num_ranks` are to run on this machine; `timeout_s` is for importing torch, and for preparing a process. With
+    `with_patches` one is prepared for the backend, or for each that can be used.
     """
     installed = installed_distributions()
     machine = describe_machine()
@@ -80,14 +75,7 @@ def examine(backend: str | None, num_ranks: int, timeout_s: float, *, with_patch
         usable = [entry.name for entry in plugins if entry.kind == BACKEND and not entry.problem]
         asked = usable if backend is None else [backend]
         patches = [describe_patches(name, timeout_s=timeout_s) for name in asked if name in usable]
-        findings += _patch_findings(patches)
+        failed = [report for report in patches if report.error]
+        findings += [Finding("error", f"backend {each.backend}", each.error, concerns_all=False) for each in failed]
     packages = package_versions(installed)
     return Examination(backend, machine, packages, devices, plugins, environment, patches, findings)
-
-
-def _patch_findings(reports: Iterable[PatchReport]) -> list[Finding]:
-    return [
-        Finding("error", f"backend {report.backend}", report.error, concerns_all=False)
-        for report in reports
-        if report.error
-    ]

@@ -14,19 +14,9 @@ from verl_engine.host.distributions import Distribution
 from verl_engine.host.install_hints import pip_install
 
 PACKAGES: Final = (
-    "verl-engine-core",
-    "torch",
-    "torch-npu",
-    "transformers",
-    "numpy",
-    "ray",
-    "torchvision",
-    "torchaudio",
-    "triton",
-    "megatron-core",
-    "mindspeed",
-    "vllm",
-)
+    "verl-engine-core", "torch", "torch-npu", "transformers", "numpy", "ray", "torchvision", "torchaudio", "triton",
+    "megatron-core", "mindspeed", "vllm",
+)  # fmt: skip
 """Whose versions are shown, where they are installed."""
 LEAST_SHARED_MEMORY: Final = 1 << 30
 _SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - what is measured
@@ -49,19 +39,16 @@ print(json.dumps(found))
 def describe_machine() -> dict[str, Any]:
     """Return Python, platform, cores and the size of shared memory."""
     total, free = _shared_memory()
+    # Fewer than the machine has under taskset or in a container.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
         "python": platform.python_version(),
         "executable": sys.executable,
         "platform": platform.platform(),
-        "cores": num_cores(),
+        "cores": cores,
         "shared_memory_bytes": total,
         "shared_memory_free_bytes": free,
     }
-
-
-def num_cores() -> int:
-    """How many cores this process may use; fewer than the machine has under taskset or in a container."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def package_versions(installed: Mapping[str, Distribution]) -> dict[str, str]:
@@ -70,14 +57,7 @@ def package_versions(installed: Mapping[str, Distribution]) -> dict[str, str]:
 
 
 def find_devices(installed: Mapping[str, Distribution], timeout_s: float) -> tuple[dict[str, list[str]], str]:
-    """Ask torch in a process of its own.
-
-    Args:
-        installed: by normalised name.
-        timeout_s: for importing torch and starting its devices.
-    Returns:
-        Names of the devices by kind, the CPU always among them, and what went wrong, if anything.
-    """
+    """Ask torch, in a process of its own, for names of devices by kind, the CPU among them; and say what went wrong."""
     devices = {"cpu": [platform.processor() or platform.machine()]}
     if "torch" not in installed:
         return devices, "torch is not installed"

@@ -37,12 +37,8 @@ class PatchReport:
 def describe_patches(backend: str, section: Mapping[str, Any] | None = None, timeout_s: float = 120.0) -> PatchReport:
     """Prepare a fresh process for a backend, and report what was patched there. This process stays as it is.
 
-    Args:
-        backend: its name; it may import its framework, which takes as long as it takes.
-        section: an ``engine`` section; by default one with the backend's own defaults.
-        timeout_s: how long the process may take.
-    Returns:
-        The report; what fails is in it, nothing is raised.
+    The backend may import its framework, which takes as long as it takes, up to `timeout_s`. `section` is an ``engine``
+    section, by default one of defaults. What fails is in the report; nothing is raised.
     """
     # The process must find what this one finds, wherever it was started.
     path = os.pathsep.join(entry or os.curdir for entry in sys.path)

@@ -23,13 +23,7 @@ def list_all(backend: str | None) -> list[PluginEntry]:
 def plugin_findings(
     entries: Iterable[PluginEntry], installed: Mapping[str, Distribution], backend: str | None
 ) -> list[Finding]:
-    """Return what is wrong with each plugin.
-
-    Args:
-        entries: as `list_all` found them.
-        installed: distributions by normalised name.
-        backend: the one that is asked about, which must be complete.
-    """
+    """Say what is wrong with each plugin of `list_all`; the backend that is asked about must be complete."""
     findings = []
     for entry in entries:
         if entry.problem:

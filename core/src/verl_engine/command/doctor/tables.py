@@ -1,20 +1,15 @@
 """What the doctor found, for people."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from verl_engine.command.doctor.examination import Examination
 from verl_engine.command.doctor.findings import Finding
+from verl_engine.command.doctor.patch_report import PatchReport
 from verl_engine.host.catalog import PluginEntry
-
-if TYPE_CHECKING:
-    from verl_engine.command.doctor.examination import Examination
-    from verl_engine.command.doctor.patch_report import PatchReport
 
 _STYLES = {"error": "bold red", "warning": "yellow"}
 
@@ -45,23 +40,18 @@ def _machine(found: Examination) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     machine = found.machine
+    total, free = machine["shared_memory_bytes"], machine["shared_memory_free_bytes"]
     rows = {
         "Python": f"{machine['python']} ({machine['executable']})",
         "platform": machine["platform"],
         "cores": str(machine["cores"]),
-        "shared memory": _shared_memory(machine["shared_memory_bytes"], machine["shared_memory_free_bytes"]),
+        "shared memory": f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free" if total is not None else "none",
         "devices": "; ".join(f"{kind}: {', '.join(names)}" for kind, names in found.devices.items()),
         "packages": ", ".join(f"{name} {version}" for name, version in found.packages.items()),
     }
     for name, value in rows.items():
         table.add_row(name, Text(value))
     return table
-
-
-def _shared_memory(total: int | None, free: int | None) -> str:
-    if total is None or free is None:
-        return "none"
-    return f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
 
 
 def _plugins(found: Examination) -> Table:

@@ -1,21 +1,16 @@
-"""Whether the files of a checkpoint are those that were saved: the manifest has the size and the SHA-256 of each.
-
-Imports no torch. A core computes SHA-256 at 1 to 2 GB/s. Each rank does so for what it wrote, in the background, and
-at a load for its part of all files.
-"""
+"""Whether the files of a checkpoint are those that were saved, by size and SHA-256. Imports no torch."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Final
+from typing import Annotated
 
 from pydantic import AfterValidator, NonNegativeInt, StringConstraints
 
 from verl_engine.contract.errors import WeightsError
 from verl_engine.contract.strict_model import StrictModel
 
-_ALGORITHM: Final = "sha256"
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -37,11 +32,6 @@ FileName = Annotated[str, AfterValidator(_require_inside)]
 """Of a file in a checkpoint, relative to its folder."""
 
 
-def digest_text(text: str) -> str:
-    """Return the digest of a text."""
-    return hashlib.new(_ALGORITHM, text.encode()).hexdigest()
-
-
 def describe_files(folder: Path, names: Iterable[str]) -> dict[str, SavedFile]:
     """Describe files as they are on the disk."""
     return {name: SavedFile(num_bytes=(folder / name).stat().st_size, sha256=_digest(folder / name)) for name in names}
@@ -50,15 +40,9 @@ def describe_files(folder: Path, names: Iterable[str]) -> dict[str, SavedFile]:
 def require_intact(
     folder: Path, files: Mapping[str, SavedFile], *, num_threads: int = 1, is_quick: bool = False
 ) -> None:
-    """Make sure that files are those that were saved.
+    """Make sure that files of a checkpoint are those that were saved; `num_threads` of them are read at once.
 
-    Args:
-        folder: of the checkpoint.
-        files: which, as they were saved.
-        num_threads: how many files are read at once.
-        is_quick: look for missing and short files only.
-    Raises:
-        WeightsError: one is missing, or something else than was saved; names the first.
+    A WeightsError names the first that is missing or short, or, unless `is_quick`, holds something else.
     """
     damage = short_file(folder, {name: saved.num_bytes for name, saved in files.items()})
     if not damage and not is_quick:
@@ -86,4 +70,4 @@ def short_file(folder: Path, sizes: Mapping[str, int]) -> str:
 
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, _ALGORITHM).hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -13,7 +13,7 @@ import torch
 
 from verl_engine.contract.errors import ConfigError, PluginImportError, WeightsError
 from verl_engine.engine.checkpoints.folder_names import FolderNames
-from verl_engine.engine.checkpoints.folders import sync_folder, write_file
+from verl_engine.engine.checkpoints.folders import sync, write_file
 from verl_engine.engine.checkpoints.manifest import MODEL_FOLDER, CheckpointManifest, copy_model_files
 from verl_engine.engine.checkpoints.reader import CheckpointReader
 from verl_engine.engine.weights.held_dtypes import cast_dtype
@@ -62,19 +62,16 @@ def export_checkpoint(
 
     Memory is that of one file of weights and the largest weight; of experts, which folders hold one by one, that of two
     files. The folder appears when it is whole.
-
     Args:
         folder: a whole checkpoint.
         output: does not exist yet.
-        dtype: of floating-point weights, such as ``bfloat16``; by default as they are in the checkpoint. What
-            transformers keeps in float32 in such a model stays float32.
+        dtype: of floating-point weights, but for what transformers keeps in float32; by default as in the checkpoint.
         model_folder: takes the place of the config and tokenizer files that the checkpoint remembers.
         shard_bytes: largest size of a file of weights, but for a single weight that is larger.
         on_shard: told which file is being written, from 1, and how many there are.
     Raises:
         ConfigError: `output` exists, or there is no config that can be read.
         WeightsError: the checkpoint is not whole, or damaged, or `output` cannot be written.
-        PluginImportError: safetensors is not installed.
     """
     if os.path.lexists(output):
         raise ConfigError(f"--output {output} exists already; give a new folder, or remove it first")
@@ -85,7 +82,9 @@ def export_checkpoint(
         raise ConfigError(
             f"{files_from} holds no config.json; give the model folder that the run began with: --model MODEL_FOLDER"
         )
-    target = None if dtype is None else _float_dtype(dtype)
+    if dtype not in (None, *_FLOATS):  # narrower ones need scales beside the weights
+        raise ConfigError(f"--dtype {dtype} cannot be exported; use {', '.join(_FLOATS[:-1])} or {_FLOATS[-1]}")
+    target = None if dtype is None else _dtype(dtype)
     names = FolderNames(files_from, manifest.head)
     sources = _sources(manifest, target, names.held_dtypes(target))
     reader = CheckpointReader(folder)
@@ -107,11 +106,11 @@ def _hidden_until_whole(output: Path) -> Iterator[Path]:
         partial.mkdir(parents=True)  # never an existing one: it may be in use
         try:
             yield partial
-            sync_folder(partial)
+            sync(partial)
             partial.rename(output)
         finally:  # where the disk is full, others need the room
             shutil.rmtree(partial, ignore_errors=True)
-        sync_folder(output.parent)
+        sync(output.parent)
     except OSError as error:
         raise WeightsError(f"the export to {output} failed, nothing is there: {error}") from error
 
@@ -134,11 +133,7 @@ def _sources(
 
 
 def _adapter_of(layer: str, manifest: CheckpointManifest) -> tuple[str, str]:
-    """Return the names of A and B beside a layer.
-
-    Raises:
-        WeightsError: there are other than one of each, or the manifest does not say how they are scaled.
-    """
+    """Return the names of A and B beside a layer; a WeightsError where there are others, or no scale is known."""
     first, second = (
         [name for name in manifest.weights if name.startswith(f"{layer}.lora_{which}.")] for which in ("A", "B")
     )
@@ -191,7 +186,7 @@ def _write_shards(
             save_file(weights, partial / file, {"format": "pt"})
         except SafetensorError as error:  # it hides an OSError, such as a full disk
             raise OSError(str(error)) from error
-        _sync(partial / file)
+        sync(partial / file)
         files[file] = list(weights)
         del weights  # before the next file takes as much
     if len(shards) > 1:
@@ -216,7 +211,6 @@ def _weights(
 
 
 def _read(reader: CheckpointReader, manifest: CheckpointManifest, *names: str) -> list[torch.Tensor]:
-    """Read full weights."""
     found = {
         name: torch.empty(manifest.weights[name].shape, dtype=_dtype(manifest.weights[name].dtype)) for name in names
     }
@@ -225,7 +219,6 @@ def _read(reader: CheckpointReader, manifest: CheckpointManifest, *names: str) -
 
 
 def _adapt_config(files_from: Path, partial: Path, manifest: CheckpointManifest, sources: dict[str, _Source]) -> None:
-    """Let the config say what is exported."""
     found = ModelFiles.read(files_from).config()
     if found is None:
         raise ConfigError(f"{files_from / CONFIG} holds no JSON object")
@@ -238,23 +231,8 @@ def _adapt_config(files_from: Path, partial: Path, manifest: CheckpointManifest,
     write_file(partial / CONFIG, (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
 
 
-def _float_dtype(name: str) -> torch.dtype:
-    if name not in _FLOATS:  # narrower ones need scales beside the weights
-        raise ConfigError(f"--dtype {name} cannot be exported; use {', '.join(_FLOATS[:-1])} or {_FLOATS[-1]}")
-    return _dtype(name)
-
-
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise WeightsError(f"the checkpoint's weights have dtype {name}, which this torch {torch.__version__} lacks")
     return found
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file that a library wrote is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,7 +1,4 @@
-"""What Hugging Face folders call weights that transformers holds otherwise: an expert each, where a module fuses them.
-
-Rollout engines and other tools read the folders' names, as ``save_pretrained`` writes them.
-"""
+"""What Hugging Face folders call weights that transformers holds otherwise, such as experts that a module fuses."""
 
 import importlib
 import logging
@@ -20,12 +17,7 @@ class FolderNames:
     """Translates weights for one kind of model. Without transformers, or for a model it does not know, none changes."""
 
     def __init__(self, model_folder: Path, head: str) -> None:
-        """Build the model without weights, to ask it.
-
-        Args:
-            model_folder: holds its ``config.json``.
-            head: ``value`` for a critic.
-        """
+        """Build the model of a folder's ``config.json``, without weights, to ask it; a critic's head is ``value``."""
         self._revert: Any = None
         self._model: Any = None
         try:

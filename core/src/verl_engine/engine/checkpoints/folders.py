@@ -1,8 +1,7 @@
-"""The folders of checkpoints on the disk: which are whole, and how one appears or goes in a single step.
+"""The folders of checkpoints on the disk: which are whole, and how one appears or goes in a single step. No torch.
 
-Imports no torch. A folder gets its final name, ``step-00000012``, by a rename, when all in it is on the disk; what is
-being written or deleted has a hidden name. So a process that is killed at any moment leaves whole checkpoints and
-hidden remains, nothing else.
+A folder gets its final name, ``step-00000012``, by a rename, when all in it is on the disk; what is being written or
+deleted has a hidden name. So a process that is killed at any moment leaves whole checkpoints and hidden remains.
 """
 
 import fcntl
@@ -24,11 +23,7 @@ _REMAINS: Final = re.compile(r"\.step-\d{8,}\.(partial|deleted)")
 
 
 def as_count(field: str, value: object, least: int = 0) -> int:
-    """Return an integer of any kind, such as numpy's, as Python's.
-
-    Raises:
-        ConfigError: it is something else, or lower than `least`.
-    """
+    """Return an integer of any kind, such as numpy's, as Python's; a ConfigError for others, or below `least`."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -70,11 +65,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def require_whole(folder: Path) -> Path:
-    """Return the folder.
-
-    Raises:
-        WeightsError: it is no whole checkpoint.
-    """
+    """Return the folder; a WeightsError where it is no whole checkpoint."""
     missing = [name for name in (MANIFEST, METADATA) if not (folder / name).is_file()]
     if missing:
         raise WeightsError(f"{folder} holds no whole checkpoint (there is no {' and no '.join(missing)} in it)")
@@ -82,11 +73,7 @@ def require_whole(folder: Path) -> Path:
 
 
 def find_step(root: Path, step: int | None) -> int:
-    """Return the step, if there is a whole checkpoint of it, or the latest one for None.
-
-    Raises:
-        WeightsError: there is none; the message lists what there is.
-    """
+    """Return the step, or the latest one for None; a WeightsError, which lists what there is, where it is not whole."""
     steps = whole_steps(root)
     if step is None and steps:
         return steps[-1]
@@ -110,18 +97,16 @@ def publish(root: Path, step: int) -> None:
     """Give a written checkpoint its final name. All its files are on the disk already; their names are made so here."""
     partial = partial_folder(root, step)
     for folder, _, _ in os.walk(partial):
-        sync_folder(Path(folder))
+        sync(Path(folder))
     partial.rename(step_folder(root, step))
-    sync_folder(root)
+    sync(root)
 
 
 def claim(root: Path) -> int:
     """Make the folder of checkpoints, and keep other writers out of it: they would write into each other's.
 
-    Returns:
-        What `release` takes. The kernel releases it too, when the process ends in any way.
-    Raises:
-        WeightsError: there is another writer.
+    Returns what `release` takes; the kernel releases it too, when the process ends in any way. A WeightsError where
+    there is another writer.
     """
     root.mkdir(parents=True, exist_ok=True)
     handle = os.open(root, os.O_RDONLY)
@@ -146,11 +131,7 @@ def release(handle: int) -> None:
 
 
 def make_partial(root: Path, step: int) -> None:
-    """Make the hidden folder that a checkpoint is written in.
-
-    Raises:
-        WeightsError: there is a checkpoint of the step.
-    """
+    """Make the hidden folder that a checkpoint is written in; a WeightsError where there is one of the step."""
     if step_folder(root, step).exists():
         raise WeightsError(f"{root} holds one already; remove({step}) first, or save under another step")
     clear_remains(root)
@@ -162,7 +143,7 @@ def delete(root: Path, step: int) -> None:
     hidden = root / f".step-{step:08d}.deleted"
     shutil.rmtree(hidden, ignore_errors=True)
     step_folder(root, step).rename(hidden)
-    sync_folder(root)
+    sync(root)
     shutil.rmtree(hidden, ignore_errors=True)
 
 
@@ -174,9 +155,9 @@ def write_file(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Wait until the names in a folder, or the content of a file that a library wrote, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -1,12 +1,11 @@
 """What a checkpoint says of itself in ``checkpoint.json``; imports no torch."""
 
-from __future__ import annotations
-
+import hashlib
 import json
 import logging
 from collections.abc import Container
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
     Field,
@@ -21,7 +20,7 @@ from pydantic import (
 from verl_engine import __version__
 from verl_engine.contract.errors import ConfigError, WeightsError
 from verl_engine.contract.strict_model import StrictModel
-from verl_engine.engine.checkpoints.digests import FileName, SavedFile, digest_text, require_intact, short_file
+from verl_engine.engine.checkpoints.digests import FileName, SavedFile, require_intact, short_file
 from verl_engine.engine.checkpoints.folders import MANIFEST, named_step, names_in, require_whole, write_file
 from verl_engine.engine.weights.model_files import side_files
 
@@ -78,12 +77,11 @@ class CheckpointManifest(StrictModel):
         write_file(folder / MANIFEST, (json.dumps({**fields, _OWN: _digest(fields)}, indent=1) + "\n").encode())
 
     @classmethod
-    def read(cls, folder: Path) -> CheckpointManifest:
+    def read(cls, folder: Path) -> Self:
         """Read that of a whole checkpoint.
 
-        Raises:
-            WeightsError: there is none, it cannot be read, is not what was written, or another version of the format
-                wrote it, or the folder is named after another step.
+        A WeightsError where there is none, or not what was written, or one of another format version, or of another
+        step than the folder's name says.
         """
         path = require_whole(folder) / MANIFEST
         try:
@@ -116,16 +114,9 @@ class CheckpointManifest(StrictModel):
     def require_intact(
         self, folder: Path, *, part: int = 0, num_parts: int = 1, num_threads: int = 1, is_quick: bool = False
     ) -> None:
-        """Make sure that the checkpoint's files are those that were saved.
+        """Make sure that the checkpoint's files are those that were saved; see `digests.require_intact`.
 
-        Args:
-            folder: of the checkpoint.
-            part: which of `num_parts` of the files to look at, so that ranks can divide the work.
-            num_parts: how many there are.
-            num_threads: how many files are read at once.
-            is_quick: look for missing and short files only.
-        Raises:
-            WeightsError: one is missing, or something else than was saved; names the first.
+        Ranks divide the work: each looks at its `part` of `num_parts`.
         """
         if self.format_version == 1 and part == 0:
             _log.warning("%s was written before checkpoints had checksums: what it holds cannot be checked", folder)
@@ -134,11 +125,7 @@ class CheckpointManifest(StrictModel):
         require_intact(folder, files, num_threads=num_threads, is_quick=is_quick)
 
     def model_files(self, folder: Path) -> list[str]:
-        """Return the names of the config and tokenizer files that were saved.
-
-        Raises:
-            WeightsError: one leads out of the checkpoint's folder.
-        """
+        """Return the names of the config and tokenizer files that were saved, all of them inside the folder."""
         names = [name for name in self.files or names_in(folder) if name.startswith(f"{MODEL_FOLDER}/")]
         damage = short_file(folder, dict.fromkeys(names, 0))
         if damage:
@@ -147,11 +134,7 @@ class CheckpointManifest(StrictModel):
 
 
 def check_user_state(user_state: dict[str, Any]) -> str:
-    """Return the user's state as JSON.
-
-    Raises:
-        ConfigError: it would not come back as it is, such as a tuple, a key that is no string, or a NaN.
-    """
+    """Return the user's state as JSON; a ConfigError where it would come back otherwise, such as a tuple or a NaN."""
     if not isinstance(user_state, dict):
         raise ConfigError(f"user_state must be a dict, and is {type(user_state).__name__}")
     try:
@@ -183,4 +166,4 @@ def copy_model_files(model_folder: Path, target: Path, names: Container[str] | N
 
 
 def _digest(fields: dict[str, Any]) -> str:
-    return digest_text(json.dumps(fields, sort_keys=True))
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()

@@ -25,11 +25,9 @@ _OF_THIS_MACHINE: Final = ("fused", "foreach", "capturable")
 
 
 def module_state(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Collect the state; tensors are live.
+    """Collect the state, live; tied parameters come once, under their first name.
 
-    Args:
-        module: tied parameters come once, under their first name.
-        optimizer: if it never stepped, its state comes all zero, as a place to load one into; it gets none itself.
+    That of an optimizer that never stepped comes all zero, as a place to load one into; it gets none itself.
     """
     state: dict[str, Any] = {"model": _without_ties(module, get_model_state_dict(module))}
     state["buffers"] = dict(_unsaved_buffers(module))

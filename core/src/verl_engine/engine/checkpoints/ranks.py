@@ -2,6 +2,8 @@
 
 import datetime
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
@@ -43,11 +45,7 @@ class CheckpointRanks:
         return self.timeout_s + 2 * _GRACE_S
 
     def barrier(self, doing: str) -> None:
-        """Wait for all ranks.
-
-        Raises:
-            StuckError: some did not come in time.
-        """
+        """Wait for all ranks; a StuckError where some do not come in time."""
         if self._is_alone:
             return
         wait_s = self.timeout_s + (0 if self.is_first else _GRACE_S)
@@ -83,14 +81,19 @@ class CheckpointRanks:
         """Return the first rank's value everywhere."""
         return self.scatter([value] * self.size if self.is_first else [], doing)
 
-    def agree(self, failure: Exception | None, doing: str) -> None:
-        """Go on only if all ranks can.
+    @contextmanager
+    def together(self, doing: str) -> Iterator[None]:
+        """Do something inside on every rank, and go on only if it worked on all of them.
 
         Raises:
             StuckError: some did not come in time.
-            WeightsError: there is a failure on some rank; the message is that of the lowest, and this rank's own is the
-                cause.
+            WeightsError: it failed on some rank; the message is that of the lowest, and this rank's own is the cause.
         """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it is, every rank must know of it
+            failure = error
         told = self.gather(None if failure is None else _text(failure), doing)
         failed = [f"rank {rank}: {text}" if self.size > 1 else text for rank, text in enumerate(told) if text]
         verdict = self.broadcast(failed[0] if failed else "", doing)

@@ -21,11 +21,7 @@ class CheckpointReader:
     """One rank's view of a whole checkpoint. No collectives."""
 
     def __init__(self, folder: Path) -> None:
-        """Read where everything is.
-
-        Raises:
-            WeightsError: the folder is no whole checkpoint, or files are missing or too short.
-        """
+        """Read where everything is; a WeightsError where the checkpoint is not whole, or files are too short."""
         self.folder = require_whole(folder)
         self._storage = FileSystemReader(folder)
         try:

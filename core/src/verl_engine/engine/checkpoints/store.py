@@ -1,21 +1,16 @@
-"""A folder of checkpoints: one driver for all engines, through what every engine can say of its state.
-
-A checkpoint is written in the background from a copy of the state, by torch's distributed checkpoints, so any number of
-ranks may read it. It appears under its name only when it is whole.
-"""
+"""A folder of checkpoints: one driver for all engines, which writes in the background from a copy of the state."""
 
 import json
 import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from verl_engine.contract.engine_config import EngineConfig
-from verl_engine.contract.errors import EngineError, StuckError, WeightsError
+from verl_engine.contract.errors import StuckError, WeightsError
 from verl_engine.contract.kinds import BACKEND
 from verl_engine.engine.base import Engine
 from verl_engine.engine.checkpoints import folders
@@ -39,7 +34,6 @@ from verl_engine.engine.checkpoints.writer import (
 )
 from verl_engine.host.catalog import origin_of
 
-Result = TypeVar("Result")
 _log: Final = logging.getLogger(__name__)
 
 
@@ -58,8 +52,6 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One checkpoint that is being written."""
-
     step: int
     config: EngineConfig
     planner: CheckpointPlanner
@@ -72,12 +64,7 @@ class CheckpointStore:
     """Saves and loads the state of an engine; every rank makes the same calls in the same order."""
 
     def __init__(
-        self,
-        root: Path,
-        *,
-        keep_last: int | None = None,
-        model_folder: Path | None = None,
-        timeout_s: float = 1800.0,
+        self, root: Path, *, keep_last: int | None = None, model_folder: Path | None = None, timeout_s: float = 1800.0
     ) -> None:
         """Nothing is read or written yet. Collectives: those of a new group of all ranks.
 
@@ -100,9 +87,7 @@ class CheckpointStore:
     def save(self, engine: Engine, step: int, user_state: dict[str, Any] | None = None, *, wait: bool = False) -> None:
         """Write a checkpoint.
 
-        The caller waits while the state is copied, then training may go on. One that is still being written is waited
-        for first.
-
+        The caller waits for the one before, and while the state is copied; then training may go on.
         Args:
             engine: between two steps.
             step: how many were made; names the checkpoint.
@@ -110,10 +95,9 @@ class CheckpointStore:
                 rank.
             wait: return only when it is whole, and make no copy.
         Raises:
-            WeightsError: the one before could not be written (the cause is chained), or there is one of this step, or
-                with `wait` this one could not be written. Checkpoints before it are as they were.
-            ConfigError: the user state would not come back from JSON as it is, or `step` or `keep_last` is too low or
-                no integer.
+            WeightsError: this one, or the one before (the cause is chained), cannot be written. Others are as they
+                were.
+            ConfigError: the user state would not come back from JSON as it is, or a number is too low or no integer.
             StuckError: a rank did not come in time; names it.
         Collectives: in a group of their own; those of the engine's ``state_dict``.
         """
@@ -193,14 +177,10 @@ class CheckpointStore:
         manifest, reader = self._opened(engine, state, step, doing)
         own = f"rank-{self._ranks.rank}"
         rng: dict[str, Any] = {"rng": {own: None}} if manifest.world_size == self._ranks.size else {}
-        failure: Exception | None = None
-        try:
+        engine.note_weights_changed()  # also where reading fails on the way
+        with self._ranks.together(f"{doing} failed on the way, the engine holds a part of it"):
             reader.read(state)
             reader.read(rng)
-        except Exception as error:  # noqa: BLE001 - every rank must know of it, whatever it is
-            failure = error
-        engine.note_weights_changed()
-        self._ranks.agree(failure, f"{doing} failed on the way, the engine holds a part of it")
         engine.load_state_dict(state)
         if rng:
             restore_rng(rng["rng"][own][0], engine.device)
@@ -215,20 +195,16 @@ class CheckpointStore:
         """Delete a checkpoint, such as one of a run that is given up. Collectives: one.
 
         Raises:
-            WeightsError: there is none of this step.
+            WeightsError: there is none of this step, on some rank.
             ConfigError: `step` is no integer of 0 or more.
         """
         step = folders.as_count("step", step)
         self.wait()
-        failure: Exception | None = None
-        if self._ranks.is_first:
-            try:
+        with self._ranks.together(f"removing the checkpoint of step {step}"):
+            if self._ranks.is_first:
                 if not folders.step_folder(self.root, step).exists():  # a half copied one may be removed too
                     folders.find_step(self.root, step)
                 folders.delete(self.root, step)
-            except (OSError, EngineError) as error:
-                failure = error
-        self._ranks.agree(failure, f"removing the checkpoint of step {step}")
 
     def close(self) -> None:
         """Wait for what is being written, then give up the group. Harmless when called twice."""
@@ -241,21 +217,12 @@ class CheckpointStore:
         """Make sure that all ranks save the same, and make the hidden folder."""
         doing = f"the checkpoint of step {step}"
         told = self._ranks.gather((step, state_json), doing)
-        failure: Exception | None = None
-        odd = next((rank for rank, other in enumerate(told) if other != told[0]), 0)
-        if odd:
-            failure = WeightsError(
-                f"the ranks do not save the same step and user_state: rank 0 has step {told[0][0]} and "
-                f"{told[0][1]:.200}, rank {odd} has step {told[odd][0]} and {told[odd][1]:.200}"
-            )
-        elif self._ranks.is_first:
-            try:
-                self._claim = folders.claim(self.root)
-                folders.make_partial(self.root, step)
-            except Exception as error:  # noqa: BLE001 - the others must know of it, whatever it is
-                failure = error
         try:
-            self._ranks.agree(failure, doing)
+            with self._ranks.together(doing):
+                _require_equal(told)
+                if self._ranks.is_first:
+                    self._claim = folders.claim(self.root)
+                    folders.make_partial(self.root, step)
         except BaseException:
             self._release()
             raise
@@ -272,14 +239,10 @@ class CheckpointStore:
         try:
             writer = CheckpointWriter(partial, job.planner, self._ranks, doing)
             writer.write()
-            failure: Exception | None = None
-            if self._ranks.is_first:
-                try:
+            with self._ranks.together(f"{doing}, publishing it"):
+                if self._ranks.is_first:
                     self._publish(job, writer)
                     self._delete_old(job)  # before the others go on: all see the same list
-                except Exception as error:  # noqa: BLE001 - the others must know of it, whatever it is
-                    failure = error
-            self._ranks.agree(failure, f"{doing}, publishing it")
         except Exception as error:  # noqa: BLE001 - whatever it is, it must be told
             self._failure = error
             _log.error("%s was not written: %s", doing, error)  # the next call raises it, with its cause
@@ -324,13 +287,9 @@ class CheckpointStore:
 
     def _choose(self, step: int | None) -> int:
         """Let the first rank say which checkpoint: others may see an older state of the storage."""
-        failure: Exception | None = None
-        if self._ranks.is_first:
-            try:
+        with self._ranks.together("loading a checkpoint"):
+            if self._ranks.is_first:
                 step = folders.find_step(self.root, step)
-            except WeightsError as error:
-                failure = error
-        self._ranks.agree(failure, "loading a checkpoint")
         chosen = self._ranks.broadcast(step, "loading a checkpoint")
         assert chosen is not None
         return chosen
@@ -340,39 +299,27 @@ class CheckpointStore:
     ) -> tuple[CheckpointManifest, CheckpointReader]:
         """Open a checkpoint and make sure, on every rank, that all of them can read it."""
         folder = folders.step_folder(self.root, step)
-
-        def checked() -> CheckpointManifest:
+        with self._ranks.together(doing):
             manifest = CheckpointManifest.read(folder)
             manifest.require_intact(folder, part=self._ranks.rank, num_parts=self._ranks.size)
-            return manifest
-
-        def fitting() -> CheckpointReader:
+        with self._ranks.together(doing):
             reader = CheckpointReader(folder)
             reader.fit(state)
             _check_adapters(manifest, engine.config)
-            return reader
+        return manifest, reader
 
-        manifest = self._on_all(checked, doing)
-        return manifest, self._on_all(fitting, doing)
 
-    def _on_all(self, do: Callable[[], Result], doing: str) -> Result:
-        """Do something on every rank; a failure on one is raised on all."""
-        failure: Exception | None = None
-        results: list[Result] = []
-        try:
-            results.append(do())
-        except Exception as error:  # noqa: BLE001 - a damaged one raises all kinds, and every rank must know of it
-            failure = error
-        self._ranks.agree(failure, doing)
-        return results[0]
+def _require_equal(told: list[tuple[int, str]]) -> None:
+    for rank, (step, state) in enumerate(told):
+        if (step, state) != told[0]:
+            raise WeightsError(
+                f"the ranks do not save the same step and user_state: rank 0 has step {told[0][0]} and "
+                f"{told[0][1]:.200}, rank {rank} has step {step} and {state:.200}"
+            )
 
 
 def _check_adapters(manifest: CheckpointManifest, config: EngineConfig) -> None:
-    """Make sure that adapters have the scale that they were trained with; nothing in the weights would show it.
-
-    Raises:
-        WeightsError: it is another.
-    """
+    """Refuse adapters with another scale than they were trained with: nothing in the weights would show it."""
     was, now = manifest.lora, config.lora
     if was is not None and now is not None and was.alpha / was.rank != now.alpha / now.rank:
         raise WeightsError(

@@ -12,12 +12,12 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import find_tensor_shard
-from torch.distributed.tensor import DTensor
 
 from verl_engine.contract.errors import WeightsError
 from verl_engine.engine.checkpoints.digests import SavedFile, describe_files, short_file
 from verl_engine.engine.checkpoints.manifest import SavedWeight
 from verl_engine.engine.checkpoints.ranks import CheckpointRanks
+from verl_engine.engine.weights.module_weights import local_tensor
 from verl_engine.engine.weights.tensor_shards import TensorShards
 
 WEIGHTS: Final = "model."
@@ -28,7 +28,6 @@ class StagingMemory:
     """Memory on the CPU for a copy of this rank's state; kept for the next one, since fresh pages are slow."""
 
     def __init__(self) -> None:
-        """Start without any."""
         self._kept: dict[tuple[str, int], torch.Tensor] = {}
 
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -44,8 +43,7 @@ class StagingMemory:
             return copy.deepcopy(value)
         if isinstance(value, TensorShards):
             return value.map(lambda index, part: self._copy_tensor((key, index), part, former))
-        live = value.detach()
-        return self._copy_tensor((key, 0), live.to_local() if isinstance(live, DTensor) else live, former)
+        return self._copy_tensor((key, 0), local_tensor(value), former)
 
     def _copy_tensor(
         self, place: tuple[str, int], live: torch.Tensor, former: dict[tuple[str, int], torch.Tensor]
@@ -88,14 +86,7 @@ class CheckpointWriter:
     """Writes the parts of all ranks into a folder; `write` is a collective."""
 
     def __init__(self, folder: Path, planner: CheckpointPlanner, ranks: CheckpointRanks, doing: str) -> None:
-        """Remember what to write.
-
-        Args:
-            folder: exists, on storage that all ranks see.
-            planner: of this rank.
-            ranks: all of them.
-            doing: begins the message of a wait that takes too long.
-        """
+        """Remember what to write into an existing folder that all ranks see; `doing` begins the messages."""
         self._folder = folder
         self._planner = planner
         self._ranks = ranks
@@ -107,22 +98,11 @@ class CheckpointWriter:
         """What was written, by all ranks; on the first rank, after `write`."""
 
     def write(self) -> None:
-        """Divide the work, and write this rank's files.
-
-        Raises:
-            StuckError: a rank did not come in time.
-            WeightsError: a rank failed; the message says which and why.
-        """
+        """Divide the work, and write this rank's files; raises as `CheckpointRanks.together` does."""
         plan = self._divide()
-        failure: Exception | None = None
-        results: list[WriteResult] = []
-        files: dict[str, SavedFile] = {}
-        try:
+        with self._ranks.together(f"{self._doing}, writing the ranks' parts"):
             results = self._writer.write_data(self._planner.finish_plan(plan), self._planner).wait()
             files = describe_files(self._folder, sorted({result.storage_data.relative_path for result in results}))
-        except Exception as error:  # noqa: BLE001 - every rank must know of it, whatever it is
-            failure = error
-        self._ranks.agree(failure, f"{self._doing}, writing the ranks' parts")
         told = self._ranks.gather((results, files), f"{self._doing}, collecting what was written")
         self._results = [results for results, _ in told]
         self.files = {name: file for _, files in told for name, file in files.items()}
@@ -130,8 +110,7 @@ class CheckpointWriter:
     def finish(self) -> Metadata:
         """Write what says where everything is; on the first rank only, after `write`. No collectives.
 
-        Raises:
-            WeightsError: what another rank wrote is not to be seen here.
+        A WeightsError where what another rank wrote is not to be seen here.
         """
         assert self._metadata is not None
         parts = [result.storage_data for results in self._results for result in results]
@@ -148,14 +127,10 @@ class CheckpointWriter:
         doing = f"{self._doing}, dividing the work"
         self._writer.set_up_storage_writer(self._ranks.is_first)
         plans = self._ranks.gather(self._writer.prepare_local_plan(self._planner.plan), doing)
-        failure: Exception | None = None
-        if self._ranks.is_first:
-            try:
-                plans, self._metadata = self._planner.create_global_plan(plans)
+        with self._ranks.together(doing):
+            if self._ranks.is_first:
+                plans, self._metadata = self._planner.create_global_plan(plans)  # refuses overlaps and holes
                 plans = self._writer.prepare_global_plan(plans)
-            except ValueError as error:  # parts that overlap, or leave a hole
-                failure = error
-        self._ranks.agree(failure, doing)
         return self._ranks.scatter(plans, doing)
 
 

@@ -1,37 +1,24 @@
-"""Snapshots of weights on the CPU, by tag: for old-policy log-probs, for trying a step and taking it back.
-
-Each rank keeps its own shards. Storage is the snapshot's own, made once and reused; it never aliases live weights.
-"""
-
-from __future__ import annotations
+"""Snapshots of weights on the CPU, by tag: for old-policy log-probs, for trying a step and taking it back."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from verl_engine.contract.errors import WeightsError
 from verl_engine.engine.base import Engine
 from verl_engine.engine.snapshots.memory import SnapshotKind, SnapshotMemory
 from verl_engine.engine.snapshots.shared import SnapshotHandle
 from verl_engine.engine.snapshots.weight_snapshot import WeightSnapshot
-
-if TYPE_CHECKING:
-    from verl_engine.host.backend_host import BackendHost
+from verl_engine.host.backend_host import BackendHost
 
 
 class Snapshots:
-    """The snapshots of one engine on one rank; every rank makes the same calls."""
+    """The snapshots of one engine on one rank; every rank makes the same calls. An unknown tag is a WeightsError."""
 
     def __init__(
         self, host: BackendHost, engine: Engine, memory: SnapshotKind = "private", limit_bytes: int | None = None
     ) -> None:
-        """Start without any.
+        """Start without any; the last two are the config's ``snapshot_memory`` and ``snapshot_limit_bytes``.
 
-        Args:
-            host: of the backend that made the engine.
-            engine: whose weights are kept.
-            memory: see ``engine.snapshot_memory``.
-            limit_bytes: see ``engine.snapshot_limit_bytes``.
         Raises:
             UnsupportedError: the backend has no snapshots.
         """
@@ -52,8 +39,7 @@ class Snapshots:
     def save(self, tag: str, version: int = 0) -> WeightSnapshot:
         """Keep the current weights, over what the tag held before; nothing is copied if they are the same.
 
-        Raises:
-            WeightsError: there is no room. The tag holds what it held before.
+        A WeightsError where there is no room; the tag holds what it held before.
         """
         snapshot = self._kept.get(tag) or WeightSnapshot(tag, self._memory)
         former, snapshot.version = snapshot.version, version
@@ -65,19 +51,11 @@ class Snapshots:
         return self._kept[tag]
 
     def restore(self, tag: str) -> None:
-        """Make the weights of a tag current again.
-
-        Raises:
-            WeightsError: nothing was saved under the tag, or something that does not fit; then nothing was changed.
-        """
+        """Make the weights of a tag current again; where they do not fit, a WeightsError, and nothing was changed."""
         self._put_back(self._get(tag))
 
     def drop(self, tag: str) -> None:
-        """Forget a tag. One tag's memory is kept for the next; see `close`.
-
-        Raises:
-            WeightsError: nothing was saved under the tag.
-        """
+        """Forget a tag. One tag's memory is kept for the next; see `close`."""
         self._get(tag).clear()
         del self._kept[tag]
 
@@ -85,10 +63,8 @@ class Snapshots:
     def swapped(self, tag: str) -> Iterator[None]:
         """Use the weights of a tag inside; the former ones come back in any case.
 
-        Takes the memory of one more snapshot, and keeps it for the next time.
-
-        Raises:
-            WeightsError: nothing was saved under the tag, there is no room, or this is inside another `swapped`.
+        Takes the memory of one more snapshot, and keeps it for the next time. A WeightsError where there is no room, or
+        inside another `swapped`.
         """
         snapshot = self._get(tag)
         if self._is_swapped:
@@ -105,8 +81,7 @@ class Snapshots:
     def handle(self, tag: str) -> SnapshotHandle:
         """Return what a `SnapshotReader` in another process needs; it stays right until the tag is dropped.
 
-        Raises:
-            WeightsError: nothing was saved under the tag, or snapshots are not in shared memory.
+        A WeightsError where snapshots are not in shared memory.
         """
         return self._get(tag).handle()
 

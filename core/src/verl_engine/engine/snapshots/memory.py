@@ -5,9 +5,9 @@ from typing import Literal
 from verl_engine.contract.choices import require_choice
 from verl_engine.contract.errors import WeightsError
 from verl_engine.engine.device import Device
-from verl_engine.engine.snapshots.layout import Layout
 from verl_engine.engine.snapshots.shared import SharedSlot
 from verl_engine.engine.snapshots.slot import PrivateSlot, Slot
+from verl_engine.engine.weights.bucket import WeightBucket
 
 SnapshotKind = Literal["private", "shared"]
 """See ``engine.snapshot_memory``."""
@@ -19,14 +19,9 @@ class SnapshotMemory:
     def __init__(
         self, kind: SnapshotKind = "private", limit_bytes: int | None = None, device: Device | None = None
     ) -> None:
-        """Start without any.
+        """Start without any slot; `limit_bytes` is for all together, None for as much as there is.
 
-        Args:
-            kind: of the slots.
-            limit_bytes: for all slots together; None for as much as there is.
-            device: that the weights are on; by default the CPU. On an accelerator private slots are pinned.
-        Raises:
-            ConfigError: `kind` is neither ``private`` nor ``shared``.
+        The device is the one that the weights are on, by default the CPU. On an accelerator private slots are pinned.
         """
         require_choice("the kind of snapshots", kind, SnapshotKind)
         self.kind: SnapshotKind = kind
@@ -39,18 +34,13 @@ class SnapshotMemory:
     def held_bytes(self) -> int:
         """Memory that all slots take, the spare one too."""
         spare = self._spare.held_bytes if self._spare is not None else 0
-        return self._used_bytes + spare
+        return spare + sum(slot.held_bytes for slot in self._used.values())
 
-    def slot_for(self, owner: str, layout: Layout, former: Slot | None, kind: SnapshotKind) -> Slot:
-        """Return a slot to fill: the former one where it fits, else another.
+    def slot_for(self, owner: str, layout: WeightBucket, former: Slot | None, kind: SnapshotKind) -> Slot:
+        """Return a slot to fill: the former one, which stays as it is, where it fits, else another.
 
-        Args:
-            owner: whose memory it will be; for messages. Call `settle` when the slot is filled.
-            layout: of what goes in.
-            former: what the owner has, if anything; stays as it is.
-            kind: of the slot.
-        Raises:
-            WeightsError: the limit, or the machine, does not allow it.
+        Call `settle` when it is filled. A WeightsError that names the owner where the limit, or the machine, does not
+        allow it.
         """
         if former is not None and former.layout == layout:
             self._make_room(owner, former.growth_bytes)
@@ -85,10 +75,6 @@ class SnapshotMemory:
         for slot in (*self._used.values(), *([self._spare] if self._spare is not None else [])):
             slot.close()
         self._used, self._spare = {}, None
-
-    @property
-    def _used_bytes(self) -> int:
-        return sum(slot.held_bytes for slot in self._used.values())
 
     def _keep_spare(self, slot: Slot) -> None:
         slot.retire()

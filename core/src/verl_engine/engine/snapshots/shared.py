@@ -18,8 +18,9 @@ import numpy.typing as npt
 import torch
 
 from verl_engine.contract.errors import WeightsError
-from verl_engine.engine.snapshots.layout import Layout, weights_checksum
+from verl_engine.engine.snapshots.checksum import weights_checksum
 from verl_engine.engine.snapshots.shared_file import SharedFile
+from verl_engine.engine.weights.bucket import WeightBucket
 
 _HEADER_BYTES: Final = 4096
 _MAGIC: Final = 0x76657267_736E6170
@@ -39,17 +40,16 @@ class SnapshotHandle:
     path: str
     use: int
     """Counts the owners of the file's memory: a tag's handle is of no use for the next tag's content."""
-    layout: Layout
+    layout: WeightBucket
 
 
 class SharedSlot:
     """The owner's side of one file."""
 
-    def __init__(self, layout: Layout, folder: Path | None = None) -> None:
+    def __init__(self, layout: WeightBucket, folder: Path | None = None) -> None:
         """Make the file, with memory for one content; the second half gets its own when it is first needed.
 
-        Raises:
-            WeightsError: there is no room; nothing is left behind.
+        A WeightsError where there is no room; nothing is left behind.
         """
         self.layout = layout
         self._half_bytes = _half_bytes(layout)
@@ -62,11 +62,13 @@ class SharedSlot:
             raise
         mapped = mmap.mmap(self._file.descriptor, 0)
         self._header = np.frombuffer(mapped, np.int64, 8)
-        self._halves = _views_of_halves(mapped, layout)
+        buffer = torch.frombuffer(mapped, dtype=torch.uint8)
+        starts = [_HEADER_BYTES, _HEADER_BYTES + self._half_bytes]
+        self._halves = [layout.views(buffer[start:]) for start in starts]
         self._header[[_MAGIC_WORD, _USE]] = _MAGIC, 1
 
     @staticmethod
-    def first_bytes(layout: Layout) -> int:
+    def first_bytes(layout: WeightBucket) -> int:
         """Return the memory that a new slot takes."""
         return _HEADER_BYTES + _half_bytes(layout)
 
@@ -109,7 +111,7 @@ class SharedSlot:
     def close(self) -> None:
         """Turn the readers away and remove the file; its memory is free when nobody looks at it any more."""
         self.retire()
-        self._halves = ({}, {})
+        self._halves = []
         self._file.close()
 
     def handle(self, tag: str) -> SnapshotHandle:
@@ -149,11 +151,7 @@ class SharedContent:
         return begun == self.number and int(self._header[_USE]) == self._use
 
     def checksum(self) -> int:
-        """Compute the same as the owner's `WeightSnapshot.checksum`.
-
-        Raises:
-            WeightsError: the content was overwritten meanwhile.
-        """
+        """Compute the same as the owner's `WeightSnapshot.checksum`; a WeightsError if it was overwritten meanwhile."""
         crc = weights_checksum(self.tensors)
         if not self.is_intact():
             raise WeightsError("the shared snapshot was overwritten while it was read; take the newest again")
@@ -164,11 +162,7 @@ class SnapshotReader:
     """A reader's side, in any process of the same user on the same machine."""
 
     def __init__(self, handle: SnapshotHandle) -> None:
-        """Map the file; nothing is copied.
-
-        Raises:
-            WeightsError: the owner dropped the tag, or is gone.
-        """
+        """Map the file, without a copy; a WeightsError where the owner dropped the tag, or is gone."""
         self._handle = handle
         try:
             with Path(handle.path).open("rb") as file:
@@ -185,11 +179,7 @@ class SnapshotReader:
         self._halves: dict[int, dict[str, torch.Tensor]] = {}
 
     def newest(self) -> SharedContent:
-        """Return the content that was saved last.
-
-        Raises:
-            WeightsError: the owner dropped the tag, or laid it out anew.
-        """
+        """Return the content that was saved last; a WeightsError where the tag was dropped, or laid out anew."""
         while True:
             number = int(self._header[_NEWEST])
             _fence()
@@ -222,15 +212,9 @@ def _half(number: int) -> int:
     return (number - 1) % 2
 
 
-def _half_bytes(layout: Layout) -> int:
+def _half_bytes(layout: WeightBucket) -> int:
     """Whole pages, so that each half has memory of its own."""
     return max(-(-layout.num_bytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
-
-
-def _views_of_halves(mapped: mmap.mmap, layout: Layout) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    buffer = torch.frombuffer(mapped, dtype=torch.uint8)
-    first, second = (layout.views(buffer[_HEADER_BYTES + half * _half_bytes(layout) :]) for half in range(2))
-    return first, second
 
 
 _LOCK: Final = threading.Lock()

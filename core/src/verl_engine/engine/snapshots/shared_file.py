@@ -26,13 +26,11 @@ class SharedFile:
     def __init__(self, num_bytes: int, folder: Path | None = None) -> None:
         """Make a file of this length, without memory yet, and remove those of dead owners.
 
-        Args:
-            num_bytes: its length.
-            folder: where; by default the machine's shared memory, or the temporary folder where it has none.
-        Raises:
-            WeightsError: it cannot be made there.
+        By default it is in shared memory, or in the temporary folder where there is none. A WeightsError where it
+        cannot be.
         """
-        folder = folder or _default_folder()
+        is_usable = _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK)
+        folder = folder or (_SHARED_MEMORY if is_usable else Path(tempfile.gettempdir()))
         remove_stale_files(folder)
         try:
             self.path, self.descriptor = _create_locked(folder)
@@ -42,11 +40,7 @@ class SharedFile:
             raise WeightsError(f"cannot make a file for shared snapshots in {folder}: {error}") from error
 
     def allocate(self, start: int, num_bytes: int) -> None:
-        """Reserve the memory of a part now: later a full folder would kill whoever writes.
-
-        Raises:
-            WeightsError: there is no room.
-        """
+        """Reserve the memory of a part now, or raise a WeightsError: later a full folder would kill whoever writes."""
         try:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self.descriptor, start, num_bytes)
@@ -69,11 +63,6 @@ def remove_stale_files(folder: Path) -> None:
                 path.unlink()
             finally:
                 os.close(descriptor)
-
-
-def _default_folder() -> Path:
-    usable = _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK)
-    return _SHARED_MEMORY if usable else Path(tempfile.gettempdir())
 
 
 def _create_locked(folder: Path) -> tuple[Path, int]:

@@ -7,7 +7,7 @@ from typing import Final, Protocol
 import torch
 
 from verl_engine.contract.errors import WeightsError
-from verl_engine.engine.snapshots.layout import Layout
+from verl_engine.engine.weights.bucket import WeightBucket
 
 _HUGE_PAGES: Final[int | None] = getattr(mmap, "MADV_HUGEPAGE", None)
 
@@ -15,7 +15,7 @@ _HUGE_PAGES: Final[int | None] = getattr(mmap, "MADV_HUGEPAGE", None)
 class Slot(Protocol):
     """Memory for one content at a time; filled by `begin`, a copy, and `commit`."""
 
-    layout: Layout
+    layout: WeightBucket
 
     @property
     def held_bytes(self) -> int:
@@ -26,11 +26,7 @@ class Slot(Protocol):
         """Memory that the next `begin` adds."""
 
     def begin(self) -> dict[str, torch.Tensor]:
-        """Return where to copy the next content to.
-
-        Raises:
-            WeightsError: there is no memory for it; the former content stays.
-        """
+        """Return where to copy the next content to; a WeightsError where there is no memory, and the former stays."""
 
     def commit(self, version: int) -> None:
         """Declare what was copied the slot's content."""
@@ -50,12 +46,8 @@ class PrivateSlot:
 
     growth_bytes = 0
 
-    def __init__(self, layout: Layout, *, pinned: bool = False) -> None:
-        """Reserve the memory.
-
-        Raises:
-            WeightsError: there is not enough.
-        """
+    def __init__(self, layout: WeightBucket, *, pinned: bool = False) -> None:
+        """Reserve the memory; a WeightsError where there is not enough."""
         self.layout = layout
         self.held_bytes = layout.num_bytes
         self._views = layout.views(_new_buffer(max(layout.num_bytes, 1), pinned=pinned))

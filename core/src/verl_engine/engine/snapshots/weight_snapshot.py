@@ -1,24 +1,21 @@
 """What a backend's hooks fill and read: one rank's weights at one moment."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from verl_engine.contract.choices import require_choice
 from verl_engine.contract.errors import WeightsError
-from verl_engine.engine.snapshots.layout import Layout, spread_sample, weights_checksum
+from verl_engine.engine.snapshots.checksum import spread_sample, weights_checksum
 from verl_engine.engine.snapshots.memory import SnapshotKind, SnapshotMemory
 from verl_engine.engine.snapshots.shared import SharedSlot, SnapshotHandle
 from verl_engine.engine.snapshots.slot import Slot
+from verl_engine.engine.weights.bucket import WeightBucket
+from verl_engine.engine.weights.module_weights import local_tensors
 
 
 class _Source(NamedTuple):
-    """What the weights looked like that a snapshot is equal to."""
-
     weights_id: int
     tensors: tuple[object, ...]
 
@@ -29,15 +26,9 @@ class WeightSnapshot:
     def __init__(
         self, tag: str, memory: SnapshotMemory | None = None, kind: SnapshotKind | None = None, label: str = ""
     ) -> None:
-        """Start empty.
+        """Start empty, with a slot of `kind` from `memory`, by default of its own.
 
-        Args:
-            tag: its name.
-            memory: where it takes its slot from; by default from a memory of its own.
-            kind: of the slot; by default that of the memory.
-            label: what messages call it; by default ``tag 'name'``.
-        Raises:
-            ConfigError: `kind` is neither ``private`` nor ``shared``.
+        Messages call it `label`, by default ``tag 'name'``.
         """
         self.tag = tag
         self.version = 0
@@ -66,7 +57,7 @@ class WeightSnapshot:
             self._checksum = self.tensors, weights_checksum(self.tensors)
         return self._checksum[1]
 
-    def store(self, weights: Iterable[tuple[str, torch.Tensor]]) -> WeightSnapshot:
+    def store(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Self:
         """Copy tensors in, into the memory of an earlier copy where names, shapes and dtypes still fit.
 
         Nothing is copied if these tensors are known to have the values that it holds: since it was filled from them, or
@@ -78,12 +69,12 @@ class WeightSnapshot:
         Raises:
             WeightsError: there is no room for them; the snapshot holds what it held before.
         """
-        live = _local(weights)
+        live = dict(local_tensors(weights))
         if self._is_filled_from(live):
             assert self._slot is not None
             self._slot.set_version(self.version)
             return self
-        slot = self._memory.slot_for(self._label, Layout.of(live), self._slot, self._kind)
+        slot = self._memory.slot_for(self._label, WeightBucket.of(live), self._slot, self._kind)
         own = slot.begin()
         if slot is self._slot and not isinstance(slot, SharedSlot):
             self.tensors, self._source = {}, None  # should the copy fail, it holds nothing
@@ -91,16 +82,12 @@ class WeightSnapshot:
         slot.commit(self.version)
         self._memory.settle(self._label, slot)
         self.tensors, self._slot = dict(own), slot
-        self._note_source(live)
+        self._source = self._describe(live)
         return self
 
     def copy_into(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy into live tensors, in place.
-
-        Raises:
-            WeightsError: names, shapes or dtypes are not those that were stored; nothing was copied.
-        """
-        live = _local(weights)
+        """Copy into live tensors, in place; a WeightsError, before any is, where names, shapes or dtypes are others."""
+        live = dict(local_tensors(weights))
         if live.keys() != self.tensors.keys():
             odd = sorted(live.keys() ^ self.tensors.keys())
             raise WeightsError(
@@ -114,14 +101,10 @@ class WeightSnapshot:
                     f"{tensor.dtype} of shape {tuple(tensor.shape)}"
                 )
         self._copy(list(live.values()), [self.tensors[name] for name in live])
-        self._note_source(live)
+        self._source = self._describe(live)
 
     def handle(self) -> SnapshotHandle:
-        """Return what a `SnapshotReader` needs.
-
-        Raises:
-            WeightsError: it is not in shared memory.
-        """
+        """Return what a `SnapshotReader` needs; a WeightsError where it is not in shared memory."""
         if not isinstance(self._slot, SharedSlot):
             raise WeightsError(
                 f"snapshot {self.tag!r} is not in shared memory; set engine.snapshot_memory=shared, and let the "
@@ -149,9 +132,6 @@ class WeightSnapshot:
         # Version counters do not see everything, such as an optimizer's step on DTensors: look at the values too.
         return torch.equal(spread_sample(live), spread_sample(self.tensors))
 
-    def _note_source(self, live: dict[str, torch.Tensor]) -> None:
-        self._source = self._describe(live)
-
     def _describe(self, live: dict[str, torch.Tensor]) -> _Source | None:
         if self.weights_id is None or any(tensor.is_inference() for tensor in live.values()):
             return None  # tensors of torch.inference_mode have no version counter
@@ -162,12 +142,3 @@ class WeightSnapshot:
                 for name, tensor in live.items()
             ),
         )
-
-
-def _local(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Take this rank's part of each, detached."""
-    live = {}
-    for name, tensor in weights:
-        detached = tensor.detach()
-        live[name] = detached.to_local() if isinstance(detached, DTensor) else detached
-    return live

@@ -1,11 +1,8 @@
 """Weights as flat byte buckets: how they go from the trainer to the rollout engine.
 
-A bucket is a run of whole tensors at aligned offsets in one flat buffer. The plan follows from names, shapes and dtypes
-alone, so every rank and every reader computes or receives the same one. Memory is bounded by the bucket's size and one
-gathered weight.
+The plan follows from names, shapes and dtypes alone, so every rank and every reader computes or receives the same one.
+Memory is bounded by the bucket's size and one gathered weight.
 """
-
-from __future__ import annotations
 
 import zlib
 from collections import deque
@@ -13,17 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING, Final
+from typing import Final, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from verl_engine.contract.errors import WeightsError
 from verl_engine.engine.base import Engine, WeightSpec
 from verl_engine.engine.weights.held_dtypes import cast_dtype
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 _ALIGNMENT: Final = 64
 """Bytes; a cache line, and a multiple of every dtype's size."""
@@ -45,13 +40,32 @@ class BucketEntry:
         """Size of the tensor."""
         return prod(self.shape) * _dtype(self.dtype).itemsize
 
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Look at its part of a flat uint8 buffer as the tensor, without a copy."""
+        return buffer[self.offset : self.offset + self.num_bytes].view(_dtype(self.dtype)).view(self.shape)
+
 
 @dataclass(frozen=True, slots=True)
 class WeightBucket:
-    """One bucket of a plan."""
+    """One bucket of a plan, or all weights of a snapshot. Equal ones can use each other's memory."""
 
     entries: tuple[BucketEntry, ...]
     num_bytes: int
+    """Of the whole buffer, the gaps between tensors included."""
+
+    @classmethod
+    def of(cls, weights: Mapping[str, torch.Tensor]) -> Self:
+        """Lay tensors out one after the other, in their order."""
+        entries = []
+        end = 0
+        for name, tensor in weights.items():
+            entries.append(BucketEntry(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), end))
+            end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+        return cls(tuple(entries), end)
+
+    def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Look at a buffer, [num_bytes] uint8 or longer, as the tensors that it holds, without a copy."""
+        return {entry.name: entry.view(buffer) for entry in self.entries}
 
 
 def plan_buckets(
@@ -86,12 +100,9 @@ def plan_buckets(
 
 
 def write_bucket(engine: Engine, bucket: WeightBucket, buffer: npt.NDArray[np.uint8] | None) -> int:
-    """Gather a bucket's weights and, where a buffer is given, lay them into it.
+    """Gather a bucket's weights and, where a buffer is given, lay them into it. Every rank calls it.
 
-    Args:
-        engine: every rank calls this with the same bucket.
-        bucket: one of the plan.
-        buffer: at least ``bucket.num_bytes`` bytes; None on ranks that only take part in the gathering.
+    The buffer has at least ``bucket.num_bytes`` bytes; ranks without one only take part in the gathering.
     Returns:
         CRC-32 of the bucket's bytes; 0 without a buffer.
     Raises:
@@ -108,7 +119,7 @@ def write_bucket(engine: Engine, bucket: WeightBucket, buffer: npt.NDArray[np.ui
         if tensor is None or name != entry.name or tuple(tensor.shape) != entry.shape:
             found = name if tensor is None else f"{name} of shape {tuple(tensor.shape)}"
             raise WeightsError(f"the engine gave {found} where its plan has {entry.name} of shape {entry.shape}")
-        _view(flat, entry).copy_(tensor)
+        entry.view(flat).copy_(tensor)
         del tensor
     deque(gathered, maxlen=0)
     starts = [entry.offset for entry in bucket.entries]
@@ -122,8 +133,7 @@ def read_bucket(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Check a bucket's bytes, then yield its tensors as views into the buffer.
 
-    Raises:
-        WeightsError: the bytes are too few, or not those that were written.
+    A WeightsError where the bytes are too few, or not those that were written.
     """
     if len(buffer) < bucket.num_bytes:
         raise WeightsError(f"a weight bucket of {bucket.num_bytes} bytes arrived with only {len(buffer)}")
@@ -133,9 +143,7 @@ def read_bucket(
         raise WeightsError(
             f"weight bucket {names} arrived with checksum {found:#010x}, but {checksum:#010x} was written"
         )
-    flat = torch.from_numpy(buffer)
-    for entry in bucket.entries:
-        yield entry.name, _view(flat, entry)
+    yield from bucket.views(torch.from_numpy(buffer)).items()
 
 
 def combine_checksums(checksums: Sequence[int]) -> int:
@@ -144,13 +152,7 @@ def combine_checksums(checksums: Sequence[int]) -> int:
     return combined
 
 
-def _view(flat: torch.Tensor, entry: BucketEntry) -> torch.Tensor:
-    """Return the part of a flat uint8 buffer that an entry describes, as a tensor of its shape and dtype."""
-    return flat[entry.offset : entry.offset + entry.num_bytes].view(_dtype(entry.dtype)).view(entry.shape)
-
-
 def _dtype(name: str) -> torch.dtype:
-    """Return the torch dtype of a name such as ``bfloat16``."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype

@@ -1,24 +1,16 @@
 """The config of a critic: of transformers' model for token classification, with a single label that is the value."""
 
-from __future__ import annotations
-
 import importlib
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from verl_engine.contract.errors import ModelError
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 def become_critic(config: Any, folder: Path) -> None:
-    """Turn the config of a language model or critic, of transformers, into a critic's, in place.
+    """Turn the config of a language model or critic of transformers into a critic's, in place.
 
-    Args:
-        config: as ``AutoConfig`` reads it.
-        folder: of the model; for messages.
-    Raises:
-        ModelError: transformers has no such class for the model, or it is a classifier of several labels.
+    A ModelError where transformers has no such class for the folder's model, or it is a classifier of several labels.
     """
     # By name: all that engines share works without a model library.
     known: Any = importlib.import_module("transformers").AutoModelForTokenClassification._model_mapping  # noqa: SLF001 - it has no public access

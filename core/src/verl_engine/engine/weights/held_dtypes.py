@@ -1,7 +1,4 @@
-"""In which dtypes a model of transformers is held when it is loaded in a narrow one: it keeps some weights in float32.
-
-Such as the bias that corrects a router's choice of experts: rounded, it chooses others.
-"""
+"""Which weights transformers keeps in float32 in a model of a narrow dtype, such as a router's bias."""
 
 import copy
 import re
@@ -16,11 +13,8 @@ _NARROW = (torch.bfloat16, torch.float16)
 def held_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Name the weights that transformers holds in another dtype than the one a model is loaded in.
 
-    Args:
-        model: of transformers, maybe sharded or adapted; for any other module nothing is known.
-        dtype: that a copy of the model is loaded in.
-    Returns:
-        Their dtypes, by the names of the plain model's state dict.
+    By the names of the plain model's state dict, of a model that may be sharded or adapted; of any module that is not
+    one of transformers nothing is known.
     """
     plain = plain_class(model)
     if plain is None or dtype not in _NARROW:

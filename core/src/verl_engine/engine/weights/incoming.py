@@ -1,16 +1,12 @@
 """Weights that come in, paired with an engine's own: each once, all of them, in the right shape and at its offsets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
+
+import torch
 
 from verl_engine.contract.errors import WeightsError
-
-if TYPE_CHECKING:
-    import torch
-
-    from verl_engine.engine.base import WeightShard
+from verl_engine.engine.base import WeightShard
 
 Own = TypeVar("Own")
 Shape = tuple[int, ...]
@@ -19,14 +15,9 @@ Shape = tuple[int, ...]
 def paired_weights(
     own: Mapping[str, Own], weights: Iterable[tuple[str, torch.Tensor]], shape_of: Callable[[Own], Shape]
 ) -> Iterator[tuple[Own, torch.Tensor]]:
-    """Yield the engine's own and the full weight that came for it, detached.
+    """Yield the engine's own and the full weight that came for it, detached, in the order in which they come.
 
-    Args:
-        own: what the engine has, by name.
-        weights: in any order.
-        shape_of: the full shape of one of its own.
-    Raises:
-        WeightsError: a name or shape that the engine does not have, or a weight that is missing, which is known last.
+    A WeightsError for a name or shape that the engine does not have, or a weight that is missing, which is known last.
     """
     missing = dict(own)
     for name, whole in weights:
@@ -41,14 +32,10 @@ def paired_weights(
 def paired_shards(
     own: Mapping[str, Own], shards: Iterable[WeightShard], layout_of: Callable[[Own], tuple[Shape, Shape, Shape]]
 ) -> Iterator[tuple[Own, torch.Tensor]]:
-    """Yield the engine's own and the shard that came for it, detached.
+    """Yield the engine's own and the shard that came for it, detached, in the order in which they come.
 
-    Args:
-        own: what the engine has, by name.
-        shards: in any order.
-        layout_of: view shape, offsets and shape of this rank's shard of one of its own.
-    Raises:
-        WeightsError: a name or offsets that are not this rank's, or a weight that is missing, which is known last.
+    `layout_of` gives view shape, offsets and shape of this rank's shard of one of its own. A WeightsError for a name or
+    offsets that are not this rank's, or a weight that is missing, which is known last.
     """
     missing = dict(own)
     for shard in shards:
@@ -66,7 +53,6 @@ def paired_shards(
 
 
 def _take(missing: dict[str, Own], name: str, what: str) -> Own:
-    """Mark a weight as received."""
     if name not in missing:
         raise WeightsError(f"weight {name} {what} does not fit: the model has no such weight, or had it already")
     return missing.pop(name)

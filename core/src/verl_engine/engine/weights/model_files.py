@@ -1,18 +1,11 @@
-"""What a model folder holds beside weights: read with the model, and written byte for byte beside trained weights.
-
-A library that reads these files may refuse to write them, or write them so that other releases read something else.
-"""
-
-from __future__ import annotations
+"""What a model folder holds beside weights: read with the model, and written byte for byte beside trained weights."""
 
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
+from typing import Any, Final, Self
 
 CONFIG: Final = "config.json"
 _FOLDERS: Final = ("additional_chat_templates",)
@@ -31,7 +24,7 @@ class ModelFiles:
     """By path in the folder, such as ``tokenizer.json``."""
 
     @classmethod
-    def read(cls, folder: Path) -> ModelFiles:
+    def read(cls, folder: Path) -> Self:
         """Read config, tokenizer, templates and code. A file that cannot be read is left out, with a warning."""
         content = {}
         for path in side_files(folder):
@@ -78,11 +71,8 @@ def saved_config(
 ) -> dict[str, Any]:
     """Say what config.json holds of a model that was trained: what its source's does, but for what is another.
 
-    Args:
-        source: config.json of the folder that the model was loaded from, all keys as it spells them.
-        dtype: of most weights, such as ``bfloat16``.
-        architectures: classes that read the weights.
-        is_critic: whether the model ends in one number per token.
+    All keys are as the source spells them; `dtype` is that of most weights, and `architectures` are classes that read
+    them.
     """
     config = {**source, "architectures": list(architectures)} if architectures else dict(source)
     config["torch_dtype" if "torch_dtype" in source else "dtype"] = dtype

@@ -1,21 +1,17 @@
 """A trained model as a Hugging Face folder: weights by transformers, first; then what the model's own folder holds."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
 from verl_engine.engine.weights.model_files import ModelFiles, saved_config
 from verl_engine.engine.weights.module_weights import is_first_rank, kept_by_first_rank, write_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
 
 _log: Final = logging.getLogger(__name__)
 
@@ -29,12 +25,10 @@ class ModelFolderWriter:
         self._files = ModelFiles.read(Path(source)) if source and is_first_rank() else ModelFiles({})
 
     def write(self, model: Any, weights: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
-        """Write a folder; see `write_folder`.
+        """Write a folder in the place of what is there; see `write_folder`.
 
-        Args:
-            model: has transformers' ``save_pretrained``.
-            weights: whole ones. The first rank keeps a copy of all of them on the CPU meanwhile, the others of none.
-            folder: replaced if it exists.
+        The model has transformers' ``save_pretrained``; the first rank keeps a copy of all weights on the CPU
+        meanwhile.
         Collectives: those of taking the weights, then a broadcast.
         """
         state = kept_by_first_rank(weights)

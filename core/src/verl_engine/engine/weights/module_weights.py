@@ -4,7 +4,7 @@ Shape legend: O outputs and I inputs of a layer, R the rank of an adapter.
 """
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -14,9 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from verl_engine.contract.errors import UnsupportedError, WeightsError
-from verl_engine.engine.base import WeightShard, WeightSpec
-from verl_engine.engine.weights.incoming import paired_shards, paired_weights
-from verl_engine.engine.weights.shards import offsets_and_shape, replicas_of, shard_of
+from verl_engine.engine.base import WeightSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +37,7 @@ class Exported:
 
 
 def exported_tensors(model: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> dict[str, Exported]:
-    """Take what a Hugging Face folder holds: parameters, tied ones once, and persistent buffers, in the model's order.
-
-    Args:
-        model: the module.
-        parameters: this rank's, by name.
-    """
+    """Take what a Hugging Face folder holds, in its order: parameters, tied ones once, and persistent buffers."""
     persistent = model.state_dict(keep_vars=True).keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     return {name: Exported(tensor) for name, tensor in {**parameters, **buffers}.items()}
@@ -55,24 +48,7 @@ def weight_specs(exported: Mapping[str, Exported]) -> list[WeightSpec]:
     return [WeightSpec(name, tuple(entry.tensor.shape), entry.tensor.dtype) for name, entry in exported.items()]
 
 
-def full_weights(exported: Mapping[str, Exported], names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Gather weights one by one, adapters merged in; each is valid until the next is taken.
-
-    No more than one full weight is alive at a time, if the caller drops it before it takes the next.
-    Collectives: an all-gather for each sharded one, and two more for an adapter's.
-    """
-    for name in names:
-        yield name, _gathered(exported[name])
-
-
-def _gathered(entry: Exported) -> torch.Tensor:
-    base = _full(entry.tensor)
-    if entry.low_rank is None:
-        return base
-    return merged(base, LowRank(_full(entry.low_rank.a_RI), _full(entry.low_rank.b_OR), entry.low_rank.scale))
-
-
-def _full(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole of a tensor, detached. Collectives: an all-gather where it is sharded."""
     whole = tensor.detach()
     if not isinstance(whole, DTensor):
@@ -85,9 +61,7 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
 def merged(base_OI: torch.Tensor, low_rank: LowRank) -> torch.Tensor:
     """Add what an adapter adds to a weight, or to the same part of it; in float32, then in the weight's dtype.
 
-    Args:
-        base_OI: whole, or some of its rows and columns; it stays as it is.
-        low_rank: the rows of B and the columns of A that belong to it.
+    The weight stays as it is. Of a part, `low_rank` has the rows of B and the columns of A that belong to it.
     """
     merged_OI = low_rank.b_OR.float() @ low_rank.a_RI.float()
     return merged_OI.mul_(low_rank.scale).add_(base_OI).to(base_OI.dtype)
@@ -95,59 +69,17 @@ def merged(base_OI: torch.Tensor, low_rank: LowRank) -> torch.Tensor:
 
 def local_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield this rank's shard of each tensor, live and detached."""
-    return ((name, _local(tensor)) for name, tensor in named)
+    return ((name, local_tensor(tensor)) for name, tensor in named)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a tensor, live and detached."""
     live = tensor.detach()
     return live.to_local() if isinstance(live, DTensor) else live
 
 
-def weight_shards(exported: Mapping[str, Exported]) -> Iterator[WeightShard]:
-    """Yield this rank's shard of each weight with its offsets, adapters merged in.
-
-    Collectives: none; for an adapter two all-gathers, of its own small matrices.
-    """
-    for name, entry in exported.items():
-        offsets, shape = offsets_and_shape(entry.tensor)
-        part = _local(entry.tensor)
-        if entry.low_rank is not None:
-            a_RI, b_OR = _full(entry.low_rank.a_RI), _full(entry.low_rank.b_OR)
-            b_part = shard_of(b_OR, (offsets[0], 0), (shape[0], b_OR.shape[1]))
-            a_part = shard_of(a_RI, (0, offsets[1]), (a_RI.shape[0], shape[1]))
-            part = merged(part, LowRank(a_part, b_part, entry.low_rank.scale))
-        yield WeightShard(name, tuple(entry.tensor.shape), offsets, part, *replicas_of(entry.tensor))
-
-
-def load_full_weights(exported: Mapping[str, Exported], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Copy full weights into the shards, in place: each rank cuts out its own shard. No collectives.
-
-    Raises:
-        UnsupportedError: there are adapters, and a merged weight cannot be taken apart again.
-        WeightsError: a name or shape that the model does not have, or a weight that is missing.
-    """
-    for own, whole in paired_weights(own_tensors(exported), weights, lambda own: tuple(own.shape)):
-        _local(own).copy_(shard_of(whole, *offsets_and_shape(own)))
-
-
-def load_weight_shards(exported: Mapping[str, Exported], shards: Iterable[WeightShard]) -> None:
-    """Copy shards in, in place, as `weight_shards` of the same rank gives them. No collectives.
-
-    Raises:
-        UnsupportedError: there are adapters, and a merged weight cannot be taken apart again.
-        WeightsError: a name or offsets that are not this rank's, or a weight that is missing.
-    """
-    pairs = paired_shards(own_tensors(exported), shards, lambda own: (tuple(own.shape), *offsets_and_shape(own)))
-    for own, part in pairs:
-        _local(own).copy_(part)
-
-
 def own_tensors(exported: Mapping[str, Exported]) -> dict[str, torch.Tensor]:
-    """Return what takes weights that come in, by name.
-
-    Raises:
-        UnsupportedError: there are adapters, and a merged weight cannot be taken apart again.
-    """
+    """Return what takes weights that come in, by name; an UnsupportedError where there are adapters."""
     if any(entry.low_rank for entry in exported.values()):
         raise UnsupportedError(
             "engine.lora: full weights cannot be told apart into the model's own and the adapter's; start an engine "

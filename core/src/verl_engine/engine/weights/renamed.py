@@ -1,18 +1,12 @@
 """Weights of a module that has names of its own, under those of a Hugging Face folder."""
 
-from __future__ import annotations
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
+import torch
 
 from verl_engine.engine.weights.engine_weights import EngineWeights
-from verl_engine.engine.weights.module_weights import exported_tensors
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    import torch
-
-    from verl_engine.engine.weights.module_weights import Exported
+from verl_engine.engine.weights.module_weights import Exported, exported_tensors
 
 
 class RenamedWeights(EngineWeights):
@@ -50,7 +44,6 @@ class RenamedWeights(EngineWeights):
 
 
 def _renamed(state: Mapping[str, Any], name_of: Callable[[str], str]) -> dict[str, Any]:
-    """Give the tensors of a state other names."""
     renamed = {
         key: {name_of(name): tensor for name, tensor in state[key].items()}
         for key in ("model", "buffers")

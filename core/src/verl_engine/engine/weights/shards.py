@@ -13,14 +13,9 @@ from verl_engine.engine.base import WeightShard, WeightSpec
 
 
 def offsets_and_shape(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Say which shard of a weight this rank holds.
+    """Say where this rank's shard of a weight begins, and its shape; a plain tensor is the full weight.
 
-    Args:
-        tensor: plain (then it is the full weight), or a DTensor that is sharded or replicated in any way.
-    Returns:
-        Where the shard begins, and its shape; one number per dim.
-    Raises:
-        UnsupportedError: what the ranks hold is to be summed, not laid side by side.
+    An UnsupportedError where what the ranks hold is to be summed, not laid side by side.
     """
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim, tuple(tensor.shape)
@@ -31,12 +26,9 @@ def offsets_and_shape(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int,
 
 
 def replicas_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], bool]:
-    """Say which ranks of the world hold the same shard of a weight as this one.
+    """Return ``replicas`` and ``is_replica`` of a `WeightShard`: which ranks of the world hold the same shard.
 
-    Args:
-        tensor: plain (then every rank has all of it), or a DTensor over a mesh of all ranks.
-    Returns:
-        ``replicas`` and ``is_replica`` of a `WeightShard`. No collectives.
+    The weight is plain, and then every rank has all of it, or a DTensor over a mesh of all ranks. No collectives.
     """
     if not dist.is_initialized():
         return (), False

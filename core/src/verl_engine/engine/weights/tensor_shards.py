@@ -31,15 +31,10 @@ class TensorShards(torch.Tensor):
     def __new__(
         cls, shape: Sequence[int], dtype: torch.dtype, shards: Iterable[Shard] = (), *, is_written: bool = True
     ) -> Self:
-        """Name the shards.
+        """Name the shards of this rank, without overlap; shape and dtype are those of the whole.
 
-        Args:
-            shape: of the whole.
-            dtype: of the whole and of each shard.
-            shards: of this rank, without overlap.
-            is_written: False where another rank writes the same elements in shards of other shapes; they are read.
-        Raises:
-            WeightsError: a shard does not lie in the whole, or has another dtype.
+        Without `is_written` another rank writes the same elements, in shards of other shapes; they are read. A
+        WeightsError where a shard does not lie in the whole, or has another dtype.
         """
         held = tuple((tuple(offsets), shard.detach()) for offsets, shard in shards)
         for offsets, shard in held:
@@ -75,7 +70,6 @@ class TensorShards(torch.Tensor):
         raise TypeError(f"{func} on {cls.__name__}: it only says which shards of a tensor this rank holds")
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        """Say what is to be written."""
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
@@ -89,11 +83,9 @@ class TensorShards(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Say what is to be read."""
         return [ChunkStorageMetadata(torch.Size(offsets), shard.shape) for offsets, shard in self.shards]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """Return the shard at these offsets."""
         for offsets, shard in self.shards:
             if index.offset is not None and offsets == tuple(index.offset) and shard.numel():
                 return shard

@@ -1,17 +1,22 @@
 """The accumulation contract: the gradient is that of the global batch, however it is split."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from verl_engine.batch.packed import PackedBatch
 from verl_engine.batch.sequence import Sequence
+from verl_engine.engine.base import TokenOutput
 from verl_engine.engine.metrics import Metric
+from verl_engine.engine.train_step import Normalizer
+from verl_engine.testing.conformance.bench import Bench
 from verl_engine.testing.conformance.check import Check, all_ranks, one_rank, require
+from verl_engine.testing.conformance.driver import Split
+from verl_engine.testing.conformance.gradient_probe import GradientProbe
 from verl_engine.testing.conformance.reference import (
     accumulate,
     draw_ids,
@@ -23,16 +28,6 @@ from verl_engine.testing.conformance.reference import (
     weighted_loss,
     with_temperatures,
 )
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from verl_engine.batch.packed import PackedBatch
-    from verl_engine.engine.base import TokenOutput
-    from verl_engine.engine.train_step import Normalizer
-    from verl_engine.testing.conformance.bench import Bench
-    from verl_engine.testing.conformance.driver import Split
-    from verl_engine.testing.conformance.gradient_probe import GradientProbe
 
 NUM_SEQUENCES: Final = 12
 NUM_SPLITS: Final = 8
@@ -61,10 +56,7 @@ class ScaledLoss:
 def draw_split(seed: int, num_shares: int, *, one_each: bool = False) -> Split:
     """Divide all sequences over data-parallel ranks and up to five micro-batches at random, empty ones too.
 
-    Args:
-        seed: of the draw.
-        num_shares: data-parallel ranks.
-        one_each: at most one sequence per micro-batch, for engines that cannot run several at once.
+    With `one_each` at most one sequence per micro-batch, for engines that cannot run several at once.
     """
     random = np.random.default_rng(seed)
     count = NUM_SEQUENCES if one_each else int(random.integers(1, 6))
@@ -115,12 +107,12 @@ def token_temperatures(bench: Bench) -> None:
     """Where each token has a temperature of its own, it divides that token's logits, in training and in inference."""
     sequences = with_temperatures(make_sequences(NUM_SEQUENCES))
     probe = bench.probe()
-    found = probe.gradient(probe.driver.share(sequences, NUM_SEQUENCES if "packed_batches" in bench.gaps else 3))
+    found = probe.gradient(bench.divide(probe.driver, sequences))
     expected = reference_gradient(bench.model(), sequences)
     bench.require_gradient(found, expected, "the gradient with a temperature per token")
     log_probs, model = probe.driver.infer(sequences[:1]), load_reference(bench.model())
     distance = float((log_probs[0] - masked_log_probs(model, sequences[0])).abs().max())
-    bench.require_everywhere(distance <= TOLERANCE, f"log-probs with a temperature per token are off by {distance:.3g}")
+    bench.require(distance <= TOLERANCE, f"log-probs with a temperature per token are off by {distance:.3g}")
 
 
 def fields(bench: Bench) -> None:
@@ -131,9 +123,9 @@ def fields(bench: Bench) -> None:
         for sequence in make_sequences(NUM_SEQUENCES)
     ]
     driver = bench.driver()
-    found = driver.step(driver.share(sequences, NUM_SEQUENCES if "packed_batches" in bench.gaps else 3), check_fields)
+    found = driver.step(bench.divide(driver, sequences), check_fields)
     odd = {name: value for name, value in found.metrics.items() if value}
-    bench.require_everywhere(not odd, f"fields of the sequences came to the loss otherwise: {odd} per loss token")
+    bench.require(not odd, f"fields of the sequences came to the loss otherwise: {odd} per loss token")
 
 
 def _fields(ids: npt.NDArray[np.int64], random: np.random.Generator) -> dict[str, npt.NDArray[Any]]:
@@ -159,11 +151,9 @@ def check_fields(output: TokenOutput, batch: PackedBatch) -> tuple[torch.Tensor,
 
 
 def _check_shares(bench: Bench, kind: str, at: float) -> None:
-    """Compare one gradient with the reference, for a kind of model and a temperature."""
     sequences = make_sequences(NUM_SEQUENCES)
     probe = bench.probe(kind)
-    num_micro_batches = NUM_SEQUENCES if "packed_batches" in bench.gaps else 3
-    found = probe.gradient(probe.driver.share(sequences, num_micro_batches), temperature=at)
+    found = probe.gradient(bench.divide(probe.driver, sequences), temperature=at)
     expected = reference_gradient(bench.model(kind), sequences, at)
     bench.require_gradient(found, expected, f"the gradient of the {kind} model at temperature {at}")
 
@@ -175,7 +165,7 @@ def normalizers(bench: Bench) -> None:
     rows = sum(sequence.num_loss_tokens > 0 for sequence in sequences)
     plain = reference_gradient(bench.model(), sequences)
     probe = bench.probe()
-    micro_batches = probe.driver.share(sequences, NUM_SEQUENCES if "packed_batches" in bench.gaps else 3)
+    micro_batches = bench.divide(probe.driver, sequences)
     choices: tuple[tuple[Normalizer, float], ...] = (("sequences", rows), (7.5, 7.5))
     for normalizer, number in choices:
         found = probe.gradient(micro_batches, normalizer=normalizer)
@@ -200,27 +190,19 @@ def report(bench: Bench) -> None:
     sequences = make_sequences(NUM_SEQUENCES)
     loss, log_prob = accumulate(load_reference(bench.model()), sequences)
     driver = bench.driver()
-    num_micro_batches = NUM_SEQUENCES if "packed_batches" in bench.gaps else 3
-    micro_batches = driver.share(sequences, num_micro_batches)
+    micro_batches = bench.divide(driver, sequences)
     found = driver.step(micro_batches, reported_loss)
-    every = [len(row) for part in _with_loss(sequences, driver.num_shares, num_micro_batches) for row in part]
-    right = {"mean": sum(every) / len(every), "max": float(max(every)), "min": float(min(every))}
-    kinds = {name: value for name, value in found.metrics.items() if name != "log_prob"}
-    bench.require_everywhere(
-        kinds.keys() == right.keys() and all(math.isclose(kinds[name], right[name], rel_tol=1e-6) for name in right),
-        f"the metrics of the step are {kinds}, not {right}",
+    every = [len(row) for part in _with_loss(sequences, driver.num_shares, len(micro_batches)) for row in part]
+    right = {"log_prob": log_prob, "mean": sum(every) / len(every), "max": float(max(every)), "min": float(min(every))}
+    metrics, tolerances = found.metrics, {"log_prob": 1e-5}
+    bench.require(
+        metrics.keys() == right.keys()
+        and all(math.isclose(metrics[name], right[name], rel_tol=tolerances.get(name, 1e-6)) for name in right),
+        f"the metrics of the step are {metrics}, not {right}",
     )
-    bench.require_everywhere(
-        math.isclose(found.loss, loss, rel_tol=1e-5, abs_tol=1e-6), f"the loss is {found.loss}, not {loss}"
-    )
-    mean = found.metrics["log_prob"]
-    bench.require_everywhere(
-        math.isclose(mean, log_prob, rel_tol=1e-5), f"the mean log-prob of the step is {mean}, not {log_prob}"
-    )
+    bench.require(math.isclose(found.loss, loss, rel_tol=1e-5, abs_tol=1e-6), f"the loss is {found.loss}, not {loss}")
     count = sum(sequence.num_loss_tokens for sequence in sequences)
-    bench.require_everywhere(
-        found.num_loss_tokens == count, f"{found.num_loss_tokens} loss tokens were counted, not {count}"
-    )
+    bench.require(found.num_loss_tokens == count, f"{found.num_loss_tokens} loss tokens were counted, not {count}")
 
 
 def _with_loss(sequences: list[Sequence], num_shares: int, num_micro_batches: int) -> list[list[Sequence]]:
@@ -243,7 +225,7 @@ def bf16(bench: Bench) -> None:
     # Powers of two apart in scale, so bfloat16 rounds each part alike: only the adding up differs.
     bench.require_gradient(found, mean, "not added up in float32: four micro-batches' sum, against one by one,")
     worst, distance = furthest_gradient(found, reference_gradient(bench.model(), whole))
-    bench.require_everywhere(
+    bench.require(
         TOLERANCE < distance < 0.2,  # noqa: PLR2004 - bfloat16 has three digits
         f"the gradient of {worst} is {distance:.3g} from float32's; bfloat16 gives something between {TOLERANCE} and "
         "0.2",
@@ -255,13 +237,12 @@ def fp16(bench: Bench) -> None:
     """In float16 gradients are float32's to three digits, those too small for float16's range too."""
     sequences = make_sequences(NUM_SEQUENCES)
     expected = reference_gradient(bench.model(), sequences)
-    num_micro_batches = NUM_SEQUENCES if "packed_batches" in bench.gaps else 3
     for factor, kind, most in ((1.0, "plain", FP16_TOLERANCE), (SMALL, "small", SMALL_TOLERANCE)):
         probe = bench.probe(**bench.setting_of("fp16"))  # a loss scale of its own
-        found, _ = without_overflow(bench, probe, probe.driver.share(sequences, num_micro_batches), factor)
+        found, _ = without_overflow(bench, probe, bench.divide(probe.driver, sequences), factor)
         right = {name: gradient * factor for name, gradient in expected.items()}
         worst, distance = furthest_gradient(found, right)
-        bench.require_everywhere(
+        bench.require(
             TOLERANCE < distance < most,
             f"the gradient of a {kind} loss is {distance:.3g} from float32's in {worst}; float16 gives something "
             f"between {TOLERANCE} and {most}, with a loss scale",
@@ -278,8 +259,8 @@ def without_overflow(
         if probe.report.optimizer.applied:
             return found, skipped
         changed = [name for name, gradient in found.items() if bool(gradient.any())]
-        bench.require_everywhere(not changed, f"a step that overflowed changed {', '.join(changed[:5])}")
-        bench.require_everywhere(probe.report.optimizer.overflow, "a step that overflowed did not say so")
+        bench.require(not changed, f"a step that overflowed changed {', '.join(changed[:5])}")
+        bench.require(probe.report.optimizer.overflow, "a step that overflowed did not say so")
     raise AssertionError(
         f"{MAX_OVERFLOWS} steps in a row overflowed with a loss times {factor:g}: the loss scale is never lowered"
     )
@@ -308,7 +289,7 @@ def _require_small_steps(bench: Bench, settings: dict[str, str], sequences: list
     name = max(before, key=lambda key: before[key].numel())
     moved = (driver.weights()[name].float() - before[name].float()).abs()
     is_float32 = before[name].dtype == torch.float32
-    bench.require_everywhere(
+    bench.require(
         not is_float32 or 1e-7 < float(moved.median()) < 1e-5,  # noqa: PLR2004 - about three times the learning rate
         f"three steps at learning rate 1e-6 moved {name} by {float(moved.median()):.3g}: no float32 master weights",
     )

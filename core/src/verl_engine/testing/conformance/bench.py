@@ -1,25 +1,19 @@
 """What a check finds on each rank: models, engines, and ways to compare ranks."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from verl_engine.batch.sequence import Sequence
 from verl_engine.contract.errors import ConfigError, ModelError
-from verl_engine.testing.conformance.check import SkipCheckError, require
-from verl_engine.testing.conformance.driver import Driver
+from verl_engine.testing.conformance.check import SkipCheckError, Subject, require
+from verl_engine.testing.conformance.driver import Driver, differences
 from verl_engine.testing.conformance.gradient_probe import PROBE_SETTINGS, GradientProbe
 from verl_engine.testing.conformance.reference import furthest_gradient
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    import torch
-
-    from verl_engine.testing.conformance.check import Subject
 
 
 @dataclass(frozen=True)
@@ -39,19 +33,18 @@ class Bench:
     def model(self, kind: str = "plain") -> Path:
         """Return a tiny model's folder, written when it is first asked for.
 
-        Args:
-            kind: ``plain``, ``other`` (the same with other weights), ``tied``, ``dropout``, ``buffered``,
-                ``absolute`` (with learnt absolute positions), ``experts`` (a mixture of them in each layer) or
-                ``critic`` (it ends in a value).
+        Kinds are ``plain``, ``other`` (the same with other weights), ``tied``, ``dropout``, ``buffered``, ``absolute``
+        (with learnt absolute positions), ``experts`` (a mixture of them in each layer) and ``critic`` (it ends in a
+        value).
         """
-        from verl_engine.testing.conformance.models import write_model  # imports transformers
-
         if kind == "buffered":
             import verl_engine.testing.buffered_model  # noqa: F401 - registers the model's type, on every rank
 
         folder = self.models / kind
         if self.rank == 0 and not folder.exists():
-            write_model(folder, kind)
+            partial = folder.with_name(f".{kind}")
+            _write_model(partial, kind)
+            partial.rename(folder)
         dist.barrier()
         return folder
 
@@ -68,7 +61,7 @@ class Bench:
             found = Driver(self.subject.section(**settings), folder, self.rank, self.world_size)
         except (ConfigError, ModelError) as error:
             refusal = str(error)
-        self.require_everywhere((found is None) == any(self.gather(refusal)), f"some ranks refuse the {kind} model")
+        self.require((found is None) == any(self.gather(refusal)), f"some ranks refuse the {kind} model")
         if found is None:
             raise SkipCheckError(f"the backend refuses the {kind} model that this takes: {refusal}")
         return found
@@ -87,11 +80,22 @@ class Bench:
         dist.all_gather_object(values, value)
         return values
 
-    def require_everywhere(self, is_right: bool, message: str) -> None:
+    def require(self, is_right: bool, message: str) -> None:
         """Fail on all ranks where something is wrong on one, so that none is left waiting. Collectives: one."""
         wrong = [rank for rank, is_ok in enumerate(self.gather(bool(is_right))) if not is_ok]
         where = "" if len(wrong) == self.world_size else f" (on rank {', '.join(map(str, wrong))})"
         require(not wrong, message + where)
+
+    def require_same(
+        self, found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], what: str, why: str = ""
+    ) -> None:
+        """Fail on all ranks where weights are not the same bit for bit; says how they differ. Collectives: one."""
+        difference = differences(found, expected)
+        self.require(difference == "none", f"{what}: {difference}{why}")
+
+    def divide(self, driver: Driver, sequences: list[Sequence], num_micro_batches: int = 3) -> list[list[Sequence]]:
+        """Return this rank's micro-batches of a global batch, of one sequence each where the backend takes no more."""
+        return driver.share(sequences, len(sequences) if "packed_batches" in self.gaps else num_micro_batches)
 
     def require_gradient(
         self,
@@ -102,14 +106,10 @@ class Bench:
     ) -> None:
         """Fail on all ranks where a gradient is off by more, relative to the largest entry; names the weight."""
         name, error = furthest_gradient(found, expected)
-        self.require_everywhere(error <= tolerance, f"{what} is off by {error:.3g}, relatively, most of all {name}'s")
+        self.require(error <= tolerance, f"{what} is off by {error:.3g}, relatively, most of all {name}'s")
 
     def setting_of(self, feature: str) -> dict[str, Any]:
-        """Return the field that switches a feature on.
-
-        Raises:
-            AssertionError: the config class has no such field, and no gap is declared.
-        """
+        """Return the field that switches a feature on; the check fails where there is none, and no gap is declared."""
         from verl_engine.host.backend_host import BackendHost
 
         name, value = FEATURE_FIELDS[feature]
@@ -120,6 +120,25 @@ class Bench:
             "add it, or declare the gap",
         )
         return {name: value}
+
+
+def _write_model(folder: Path, kind: str) -> None:
+    from verl_engine.testing import tiny_models  # imports transformers
+    from verl_engine.testing.buffered_model import write_buffered_model
+
+    others: dict[str, Callable[[Path], Path]] = {
+        "buffered": write_buffered_model,
+        "absolute": tiny_models.write_absolute_position_model,
+        "critic": tiny_models.write_tiny_critic,
+        "experts": tiny_models.write_tiny_mixture,
+    }
+    if kind in others:
+        others[kind](folder)
+        return
+    attention_dropout = 0.5 if kind == "dropout" else 0.0
+    tiny_models.write_tiny_model(
+        folder, tied=kind == "tied", seed=int(kind == "other"), attention_dropout=attention_dropout
+    )
 
 
 FEATURE_FIELDS = {

@@ -1,9 +1,11 @@
 """What a check is, and what comes of one. Imports no torch: checks of import hygiene use it too."""
 
+import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Final, Literal
 
 from verl_engine.contract.backend import FEATURES
 
@@ -19,19 +21,12 @@ class Phase:
     """Module-level. Takes a `Bench` on ranks, a `Subject` in a fresh process; raises where the backend is wrong."""
 
 
-def fresh_process(function: Callable[[Any], None]) -> Phase:
-    """Run it in a new Python, in which nothing is imported yet."""
-    return Phase("fresh process", function)
-
-
-def one_rank(function: Callable[[Any], None]) -> Phase:
-    """Run it in a world of a single rank."""
-    return Phase("one rank", function)
-
-
-def all_ranks(function: Callable[[Any], None]) -> Phase:
-    """Run it on all ranks at once: as many as were asked for, one where the backend cannot do with more."""
-    return Phase("all ranks", function)
+fresh_process: Final = partial(Phase, "fresh process")
+"""Run a function in a new Python, in which nothing is imported yet."""
+one_rank: Final = partial(Phase, "one rank")
+"""Run it in a world of a single rank."""
+all_ranks: Final = partial(Phase, "all ranks")
+"""Run it on all ranks at once: as many as were asked for, one where the backend cannot do with more."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +66,34 @@ class Subject:
         return {"backend": self.backend, "learning_rate": 1e-3, "seed": 0, **self.settings, **overrides}
 
 
+TOPICS: Final = (
+    "loading", "config", "weights", "log_probs", "top_k", "values", "accumulation", "gradient_sync", "optimizer",
+    "recovery", "modes", "determinism", "snapshots", "offload", "forward_only", "router_replay", "several_engines",
+    "lora", "checkpoints", "deadlock",
+)  # fmt: skip
+"""Modules of this package, in the order in which their checks run: what others build on comes first."""
+
+
+def all_checks() -> tuple[Check, ...]:
+    """Return every check. Imports torch, which this module does not."""
+    topics = [importlib.import_module(f"{__package__}.{topic}") for topic in TOPICS]
+    return tuple(check for topic in topics for check in topic.CHECKS)
+
+
 class SkipCheckError(AssertionError):
     """A check cannot show anything here; the message says why."""
 
 
-def require(is_right: bool, message: str) -> None:
-    """Fail the check unless something is as the contract says.
+def refusal(kind: type[Exception], attempt: Callable[[], object]) -> str | None:
+    """Return the message of the error that an attempt raises; None where it raises none of this kind."""
+    try:
+        attempt()
+    except kind as error:
+        return str(error)
+    return None
 
-    Raises:
-        AssertionError: with the message.
-    """
+
+def require(is_right: bool, message: str) -> None:
+    """Fail the check, with the message, unless something is as the contract says."""
     if not is_right:
         raise AssertionError(message)

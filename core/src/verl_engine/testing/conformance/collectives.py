@@ -22,16 +22,12 @@ class ReductionCounter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Look at one operation."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it takes itself apart first; its collectives come by then
         is_reduction = func.namespace in ("c10d", "_c10d_functional") and "reduce" in str(func)
-        if is_reduction and any(self._is_within(name) for name in _groups(args)):
+        if is_reduction and any(len(ranks) > 1 and ranks <= self._ranks for ranks in _groups(args)):
             self.count += 1
         return func(*args, **(kwargs or {}))
-
-    def _is_within(self, ranks: set[int]) -> bool:
-        return len(ranks) > 1 and ranks <= self._ranks
 
 
 def _groups(args: tuple[Any, ...]) -> Iterator[set[int]]:
@@ -44,12 +40,7 @@ def _groups(args: tuple[Any, ...]) -> Iterator[set[int]]:
             except RuntimeError:  # an object of another class
                 continue
         elif isinstance(argument, str):
-            group = _group_of_name(argument)
+            # Found so as resolving a name raises for those of none, which other text arguments are.
+            group = next((group for group in process_groups() if group.group_name == argument), None)
         if group is not None:
             yield set(dist.get_process_group_ranks(group))
-
-
-def _group_of_name(name: str) -> dist.ProcessGroup | None:
-    """Find a group that a functional collective names; its other text arguments name none."""
-    # Resolving a name raises for unknown ones.
-    return next((group for group in process_groups() if group.group_name == name), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -13,7 +14,7 @@ from verl_engine.contract.errors import ConfigError, ModelError
 from verl_engine.contract.validation import validate
 from verl_engine.engine.token_output import TokenOutput
 from verl_engine.host.backend_host import BackendHost
-from verl_engine.testing.conformance.check import Check, Subject, all_ranks, fresh_process, require
+from verl_engine.testing.conformance.check import Check, Subject, all_ranks, fresh_process, refusal, require
 
 if TYPE_CHECKING:
     from verl_engine.batch.packed import PackedBatch
@@ -35,21 +36,13 @@ def wrong_fields(subject: Subject) -> None:
     config_class = BackendHost.load(subject.backend).spec.config_class
     config = validate(config_class, subject.section(), at="engine")
     for wrong, path in WRONG:
-        _require_refusal(config_class, subject.section(**wrong), path)
-    try:
-        config.learning_rate = 1.0  # type: ignore[misc] # that it fails is what is checked
-    except ValidationError:
-        return
-    raise AssertionError(f"{config_class.__name__} can be changed after validation; keep it frozen")
-
-
-def _require_refusal(config_class: type[EngineConfig], section: dict[str, Any], path: str) -> None:
-    try:
-        validate(config_class, section, at="engine")
-    except ConfigError as error:
-        require(path in str(error), f"the message does not name {path}: {error}")
-        return
-    raise AssertionError(f"{config_class.__name__} takes this silently, whose {path} is wrong: {section}")
+        section = subject.section(**wrong)
+        message = refusal(ConfigError, partial(validate, config_class, section, at="engine"))
+        if message is None:
+            raise AssertionError(f"{config_class.__name__} takes this silently, whose {path} is wrong: {section}")
+        require(path in message, f"the message does not name {path}: {message}")
+    is_frozen = refusal(ValidationError, partial(setattr, config, "learning_rate", 1.0)) is not None
+    require(is_frozen, f"{config_class.__name__} can be changed after validation; keep it frozen")
 
 
 def fields(subject: Subject) -> None:
@@ -71,12 +64,9 @@ def no_model(bench: Bench) -> None:
     """A folder that holds no model is refused with a ModelError that names it, on every rank."""
     from verl_engine.testing.conformance.driver import Driver
 
-    message = ""
-    try:
-        Driver(bench.subject.section(), bench.folder, bench.rank, bench.world_size)
-    except ModelError as error:
-        message = str(error)
-    bench.require_everywhere(
+    arguments = bench.subject.section(), bench.folder, bench.rank, bench.world_size
+    message = refusal(ModelError, partial(Driver, *arguments)) or ""
+    bench.require(
         str(bench.folder) in message,
         f"creating an engine from an empty folder must raise a ModelError that names the folder; got {message!r}",
     )

@@ -1,17 +1,9 @@
 """What must not leave ranks waiting for each other. Every check has a time limit; these go where it is easy to hang."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from verl_engine.batch.sequence import Sequence
 from verl_engine.contract.errors import BatchError
-from verl_engine.testing.conformance.check import Check, all_ranks
+from verl_engine.testing.conformance.bench import Bench
+from verl_engine.testing.conformance.check import Check, all_ranks, refusal
 from verl_engine.testing.conformance.reference import make_sequences
-
-if TYPE_CHECKING:
-    from verl_engine.testing.conformance.bench import Bench
-    from verl_engine.testing.conformance.driver import Driver
 
 
 def uneven_micro_batches(bench: Bench) -> None:
@@ -19,10 +11,10 @@ def uneven_micro_batches(bench: Bench) -> None:
     driver = bench.driver()
     rank = driver.engine.data_parallel.rank
     if driver.num_shares > 1:
-        is_refused = _is_refused(driver, [make_sequences(1) for _ in range(rank + 1)])
-        bench.require_everywhere(is_refused, "uneven numbers of micro-batches were not refused")
-    is_refused = _is_refused(driver, [[]])
-    bench.require_everywhere(is_refused, "a global batch without loss tokens was not refused")
+        message = refusal(BatchError, lambda: driver.step([make_sequences(1) for _ in range(rank + 1)]))
+        bench.require(message is not None, "uneven numbers of micro-batches were not refused")
+    message = refusal(BatchError, lambda: driver.step([[]]))
+    bench.require(message is not None, "a global batch without loss tokens was not refused")
     driver.train(make_sequences(8))
 
 
@@ -35,17 +27,7 @@ def idle_ranks(bench: Bench) -> None:
         driver.step([sequences[:1], sequences[1:2], sequences[2:3], sequences[3:]])
     driver.engine.save_pretrained(bench.folder / "saved")
     weights = driver.weights()
-    bench.require_everywhere(
-        all(bool(tensor.isfinite().all()) for tensor in weights.values()), "weights are not finite"
-    )
-
-
-def _is_refused(driver: Driver, micro_batches: list[list[Sequence]]) -> bool:
-    try:
-        driver.step(micro_batches)
-    except BatchError:
-        return True
-    return False
+    bench.require(all(bool(tensor.isfinite().all()) for tensor in weights.values()), "weights are not finite")
 
 
 CHECKS = (

@@ -1,33 +1,28 @@
 """One rank's engine in the hands of a check: only what every backend has."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from verl_engine.batch.packed import PackedBatch
+from verl_engine.batch.sequence import Sequence
 from verl_engine.contract.validation import validate
+from verl_engine.engine.base import Engine, LossFn, TokenOutput
 from verl_engine.engine.snapshots.manager import Snapshots
 from verl_engine.engine.temperature import temperature_of
+from verl_engine.engine.token_output import OutputName
+from verl_engine.engine.train_step import Normalizer, StepReport
 from verl_engine.engine.weights.bucket import read_bucket
+from verl_engine.engine.weights.module_weights import full_tensor
 from verl_engine.engine.weights.shards import shard_of
 from verl_engine.engine.weights.tensor_shards import TensorShards
 from verl_engine.engine.worker import EngineWorker
 from verl_engine.host.backend_host import BackendHost
-from verl_engine.testing.conformance.reference import weighted_loss
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from verl_engine.batch.sequence import Sequence
-    from verl_engine.engine.base import Engine, LossFn, TokenOutput
-    from verl_engine.engine.token_output import OutputName
-    from verl_engine.engine.train_step import Normalizer, StepReport
+from verl_engine.testing.conformance.reference import make_sequences, weighted_loss
 
 Split = list[list[list[int]]]
 """``split[data-parallel rank][micro-batch]``: indices of sequences."""
@@ -37,7 +32,6 @@ class Driver:
     """An engine with its host and worker, in a process that has a process group."""
 
     def __init__(self, section: Mapping[str, Any], folder: Path, rank: int, world_size: int) -> None:
-        """Build the engine; every rank does."""
         self.host = BackendHost.load(section["backend"])
         self.config = validate(self.host.spec.config_class, section, at="engine")
         torch.manual_seed(self.config.seed + rank)  # as a worker does before it builds its engine
@@ -74,6 +68,11 @@ class Driver:
         """Make one optimizer step over a global batch, in two micro-batches per rank."""
         return self.worker.train_batch(self.share(sequences), weighted_loss, learning_rate=learning_rate)
 
+    def train_on(self, *seeds: int) -> None:
+        """Make a step over eight sequences of each seed."""
+        for seed in seeds:
+            self.train(make_sequences(8, seed=seed))
+
     def infer(self, sequences: list[Sequence], temperature: float = 1.0) -> list[torch.Tensor]:
         """Return each sequence's log-probs, in eval mode and without gradient, from a single micro-batch."""
         (parts,) = self.worker.infer_batch([sequences], temperature)
@@ -101,12 +100,7 @@ class Driver:
         return [[sequences[index] for index in group] for group in split[self.engine.data_parallel.rank]]
 
     def delivered(self, bucket_bytes: int, **options: Any) -> dict[str, torch.Tensor]:
-        """Return copies of weights after a way through buckets, as they go to a rollout engine.
-
-        Args:
-            bucket_bytes: size of a bucket.
-            options: of `EngineWorker.plan_weight_buckets`.
-        """
+        """Return copies of weights after a way through buckets, planned with the options, as to a rollout engine."""
         found = {}
         for bucket in self.worker.plan_weight_buckets(bucket_bytes, **options):
             buffer = np.zeros(bucket.num_bytes, np.uint8)
@@ -121,28 +115,26 @@ class Driver:
         """
         specs = self.engine.weight_specs()
         if any(spec.dtype != torch.float32 for spec in specs) and "checkpoints" not in self.host.spec.capabilities.gaps:
-            return whole_tensors(self.engine.state_dict()["model"])
+            # Put together on every rank from what each has. Collectives: one a tensor.
+            return {name: _whole(tensor) for name, tensor in self.engine.state_dict()["model"].items()}
         names = [spec.name for spec in specs]
         return {name: tensor.detach().cpu().clone() for name, tensor in self.engine.full_weights(names)}
 
 
-def whole_tensors(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Put together, on every rank, what the ranks have of tensors in an engine's state. Collectives: one a tensor."""
-    return {name: _whole(tensor) for name, tensor in state.items()}
-
-
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, DTensor):
-        gathered: torch.Tensor = cast("DTensor", tensor.detach()).full_tensor()
-        return gathered.cpu().clone()
     if not isinstance(tensor, TensorShards):
-        return tensor.detach().cpu().clone()
+        return full_tensor(tensor).cpu().clone()
     held: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(held, [(offsets, part.cpu()) for offsets, part in tensor.shards])
     whole = torch.full(tensor.shape, torch.nan, dtype=tensor.dtype)
     for offsets, part in (entry for parts in held for entry in parts):
         shard_of(whole, offsets, part.shape).copy_(part)
     return whole
+
+
+def all_equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    """Whether two lists of tensors are equal bit for bit."""
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def same(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:

@@ -1,7 +1,5 @@
 """Run one function of a check in a new Python, where nothing is imported yet."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -9,12 +7,10 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from verl_engine.testing.conformance.check import SkipCheckError, Subject
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _MARK = "verl-engine-conformance:"
 
@@ -24,19 +20,16 @@ class FreshProcessError(AssertionError):
 
     def __init__(self, summary: str, details: str) -> None:
         super().__init__(summary)
-        self.details = details
+        self.summary, self.details = summary, details
 
 
 def run_fresh(function: Callable[[Any], None], subject: Subject, folder: Path, timeout_s: float) -> None:
-    """Call ``function(subject)`` in a new Python with this one's paths.
+    """Call ``function(subject)`` in a new Python with this one's paths, in an empty folder.
 
-    Args:
-        function: module-level; its module imports nothing that it looks for.
-        subject: what is checked.
-        folder: an empty one to run in: Python finds modules in the folder it runs in first.
-        timeout_s: then it is killed.
+    The function is module-level, and its module imports nothing that it looks for. Python finds modules in the folder
+    it runs in first.
     Raises:
-        FreshProcessError: it raised, died, or took too long.
+        FreshProcessError: it raised, died, or took too long and was killed.
         SkipCheckError: it cannot show anything here.
     """
     call = json.dumps(

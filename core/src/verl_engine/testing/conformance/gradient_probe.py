@@ -1,9 +1,8 @@
 """Read the gradient that an engine really applies, through nothing but its optimizer step.
 
-AdamW with betas 0 and a huge eps changes a weight by learning_rate * g / (|g| + eps), which is K * g with
-K = learning_rate / eps, exact to float32's rounding. With K a million, what the weight was before the step vanishes in
-that rounding, so the difference divided by K gives g back with a relative error of 1e-7. No backend has to open
-anything for it, and what is looked at is what training would use.
+AdamW with betas 0 and a huge eps changes a weight by learning_rate * g / (|g| + eps), which is K * g with K =
+learning_rate / eps, exact to float32's rounding. With K a million, what the weight was before the step vanishes in that
+rounding, so the difference divided by K gives g back with a relative error of 1e-7.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,12 +39,7 @@ class GradientProbe:
     """An engine that shows its gradient. It stays the same engine where its weights can be put back."""
 
     def __init__(self, build: Callable[[], Driver], gaps: Mapping[str, str]) -> None:
-        """Build the engine.
-
-        Args:
-            build: makes it, with `PROBE_SETTINGS`.
-            gaps: what the backend lacks.
-        """
+        """Build the engine, with `PROBE_SETTINGS`."""
         self._build = build
         self.driver = build()
         self.start = self.driver.weights()

@@ -1,21 +1,16 @@
 """When gradients are reduced over the ranks."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl_engine.batch.packed import PackedBatch
 from verl_engine.engine.micro_batch_pass import MicroBatchPass
 from verl_engine.testing.conformance.accumulation import check_splits
+from verl_engine.testing.conformance.bench import Bench
 from verl_engine.testing.conformance.check import Check, SkipCheckError, all_ranks
 from verl_engine.testing.conformance.collectives import ReductionCounter
 from verl_engine.testing.conformance.reference import make_sequences, weighted_loss
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from verl_engine.testing.conformance.bench import Bench
 
 
 def hook_calls(bench: Bench) -> None:
@@ -39,7 +34,7 @@ def hook_calls(bench: Bench) -> None:
     driver.engine.zero_grad()
     entered = [event for event in events if event != "leave"]
     expected = ["enter last=False", "enter last=False", "enter last=True"]
-    bench.require_everywhere(
+    bench.require(
         entered == expected and events.count("leave") == len(expected),
         f"three micro-batches entered engine_gradient_sync so: {events}",
     )
@@ -48,7 +43,7 @@ def hook_calls(bench: Bench) -> None:
 def last_only(bench: Bench) -> None:
     """By default the number of reductions does not grow with the number of micro-batches."""
     one, many = _reductions(bench)
-    bench.require_everywhere(
+    bench.require(
         one == many,
         f"{one} reductions over the data-parallel ranks with one micro-batch, but {many} with four: gradients are "
         "reduced before the last",
@@ -59,14 +54,11 @@ def every_micro_batch(bench: Bench) -> None:
     """With ``gradient_sync: every_micro_batch`` each micro-batch is reduced, and the gradient is as right."""
     settings = bench.setting_of("every_micro_batch_sync")
     one, many = _reductions(bench, **settings)
-    bench.require_everywhere(
-        many > one, f"{one} reductions with one micro-batch and {many} with four: the setting does nothing"
-    )
+    bench.require(many > one, f"{one} reductions with one micro-batch and {many} with four: the setting does nothing")
     check_splits(bench, **settings)
 
 
 def _reductions(bench: Bench, **settings: Any) -> tuple[int, int]:
-    """Count the reductions of a step with one micro-batch, and of one with four."""
     driver = bench.driver(**settings)
     if driver.num_shares == 1:
         raise SkipCheckError("all ranks hold the same data: there is nothing to reduce over data-parallel ranks")
@@ -76,7 +68,7 @@ def _reductions(bench: Bench, **settings: Any) -> tuple[int, int]:
         with ReductionCounter(driver.engine.data_parallel.group) as counter:
             driver.step(micro_batches)
         counts.append(counter.count)
-    bench.require_everywhere(counts[0] > 0, "no reduction over the data-parallel ranks was seen in a whole step")
+    bench.require(counts[0] > 0, "no reduction over the data-parallel ranks was seen in a whole step")
     return counts[0], counts[1]
 
 

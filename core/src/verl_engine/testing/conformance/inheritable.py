@@ -5,8 +5,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from verl_engine.testing.conformance.catalogue import all_checks
-from verl_engine.testing.conformance.check import Check
+from verl_engine.testing.conformance.check import Check, all_checks
 from verl_engine.testing.conformance.kit import ConformanceKit
 
 

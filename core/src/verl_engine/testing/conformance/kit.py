@@ -1,4 +1,4 @@
-"""Runs checks on an installed backend."""
+"""Runs checks on an installed backend. Imports no torch."""
 
 import math
 import tempfile
@@ -7,23 +7,20 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from verl_engine.contract.backend import BackendSpec
+from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.errors import ConfigError, PluginError, UnknownPluginError
 from verl_engine.contract.kinds import BACKEND
 from verl_engine.contract.validation import validate
 from verl_engine.host.backend_host import BackendHost
 from verl_engine.host.loading import find_plugin
-from verl_engine.testing.conformance.check import Check, Phase, SkipCheckError, Subject
+from verl_engine.testing.conformance.check import Check, Phase, SkipCheckError, Subject, all_checks
 from verl_engine.testing.conformance.fresh import FreshProcessError, run_fresh
-from verl_engine.testing.conformance.on_rank import prepare_rank, run_on_rank
 from verl_engine.testing.kits import Outcome
 from verl_engine.testing.rank_pool import RankError, RankPool
-
-if TYPE_CHECKING:
-    from verl_engine.contract.engine_config import EngineConfig
+from verl_engine.testing.rank_pools import RankPools
 
 _MOST_RANKS: Final = 1024
 
@@ -47,13 +44,11 @@ class ConformanceKit(AbstractContextManager["ConformanceKit"]):
             settings: fields of the engine section for every engine that is built, besides those that a check sets.
             ranks: how many there are where a check wants several.
             timeout_s: for each step of a check; ranks that are silent then are named and killed.
-            lender: gives so many ranks that others use too, for backends that prepare nothing in a process; without it
-                the kit starts its own.
+            lender: gives so many ranks that others use too, for backends that prepare nothing; else the kit starts its
+                own.
         Raises:
-            ConfigError: `ranks` is below 1 or far too large, `timeout_s` is no time, or the settings do not fit, do not
-                divide the ranks, or ask for another dtype than float32.
-            UnknownPluginError: nothing installed has the name.
-            DuplicatePluginError: two distributions have it.
+            ConfigError: a number, or a setting, cannot be used.
+            PluginError: none, or several, have the name.
         """
         if ranks < 1:
             raise ConfigError(f"ranks={ranks} must be at least 1")
@@ -87,19 +82,13 @@ class ConformanceKit(AbstractContextManager["ConformanceKit"]):
         self._device = "cpu" if self._config is None else self._config.device
         self._scratch = tempfile.TemporaryDirectory(prefix="verl-engine-check-")
         self._lender = lender
-        self._pools: dict[int, RankPool] = {}
+        self._pools = RankPools()
+        self._prepare = partial(prepare_rank, self._subject)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    @staticmethod
-    def all_checks() -> tuple[Check, ...]:
-        """Return every check, in the order in which they run."""
-        from verl_engine.testing.conformance.catalogue import all_checks  # they import the kit's parts, and torch
-
-        return all_checks()
+    all_checks = staticmethod(all_checks)
 
     def run(self, check: Check) -> Outcome:
         """Run one check. Whatever the backend does, this returns."""
@@ -115,16 +104,13 @@ class ConformanceKit(AbstractContextManager["ConformanceKit"]):
                 self._run_phase(phase, folder)
         except SkipCheckError as skip:
             status, reason = "skipped", str(skip)
-        except FreshProcessError as error:
-            status, reason, details = "failed", str(error), error.details
-        except RankError as error:
+        except (FreshProcessError, RankError) as error:
             status, reason, details = "failed", error.summary, error.details
         return Outcome(check, status, reason, details, time.monotonic() - start)
 
     def close(self) -> None:
         """End all ranks. Harmless when called twice."""
-        for pool in self._pools.values():
-            pool.close()
+        self._pools.close()
         self._scratch.cleanup()
 
     def _reason_to_skip(self, check: Check) -> str:
@@ -164,16 +150,28 @@ class ConformanceKit(AbstractContextManager["ConformanceKit"]):
         return 1 if "multi_rank" in self._spec.capabilities.gaps else self.ranks
 
     def _pool(self, size: int) -> RankPool:
-        """Return ranks, new ones where a failure ended the former."""
         if self._lender is not None:
             return self._lender(size)
-        pool = self._pools.get(size)
-        if pool is None or pool.is_closed:
-            assert self._spec is not None
-            pool = self._pools[size] = RankPool(
-                size,
-                prepare=partial(prepare_rank, self._subject),
-                device=self._device,
-                must_precede=self._spec.must_precede,
-            )
-        return pool
+        assert self._spec is not None
+        before = self._spec.must_precede
+        return self._pools.get(size, prepare=self._prepare, must_precede=before, tidy=None, device=self._device)
+
+
+def prepare_rank(subject: Subject) -> None:
+    """Let the backend prepare the process, as a worker would."""
+    host = BackendHost.load(subject.backend)
+    host.prepare_process(validate(host.spec.config_class, subject.section(), at="engine"))
+
+
+def run_on_rank(
+    rank: int, function: Callable[[Any], None], subject: Subject, world_size: int, models: Path, folder: Path
+) -> str | None:
+    """Call the function with this rank's bench; return why it was skipped, if it was."""
+    from verl_engine.testing.conformance.bench import Bench  # imports torch: a rank prepares itself first
+
+    gaps = dict(BackendHost.load(subject.backend).spec.capabilities.gaps)
+    try:
+        function(Bench(subject, rank, world_size, gaps, models, folder))
+    except SkipCheckError as skip:
+        return str(skip)
+    return None

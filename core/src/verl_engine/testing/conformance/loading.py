@@ -27,7 +27,8 @@ def listing(subject: Subject) -> None:
 
 def hooks_module(subject: Subject) -> None:
     """Loading imports the hooks and the config, but no framework, and no other backend."""
-    family = {canonicalize_name(subject.distribution), *_requirements(subject.distribution)}
+    needed = [Requirement(text).name for text in requires(subject.distribution) or []]  # it may build on another
+    family = {canonicalize_name(name) for name in (subject.distribution, *needed)}
     others = {entry.module for entry in list_plugins(BACKEND) if canonicalize_name(entry.distribution) not in family}
     BackendHost.load(subject.backend)
     heavy = [name for name in HEAVY if name in sys.modules]
@@ -46,11 +47,6 @@ def spec(subject: Subject) -> None:
     require(not unknown, f"SPEC.devices names {unknown}; the kinds are {sorted(DEVICES)}")
     blank = [feature for feature, reason in found.capabilities.gaps.items() if not reason.strip()]
     require(not blank, f"SPEC.capabilities.gaps gives no reason for {blank}")
-
-
-def _requirements(distribution: str) -> set[str]:
-    """Return what a distribution asks for: a backend may build on another."""
-    return {canonicalize_name(Requirement(text).name) for text in requires(distribution) or []}
 
 
 CHECKS = (

@@ -3,22 +3,24 @@
 Shape legend: O outputs and I inputs of a layer, R the adapter's rank.
 """
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
 from verl_engine.contract.errors import ModelError
-from verl_engine.testing.conformance.check import Check, all_ranks
-from verl_engine.testing.conformance.driver import Driver, differences, same
-from verl_engine.testing.conformance.reference import furthest, load_reference, make_sequences, masked_log_probs
+from verl_engine.testing.conformance.bench import Bench
+from verl_engine.testing.conformance.check import Check, all_ranks, refusal
+from verl_engine.testing.conformance.driver import Driver, same
+from verl_engine.testing.conformance.reference import (
+    furthest,
+    largest_difference,
+    load_reference,
+    make_sequences,
+    masked_log_probs,
+)
 from verl_engine.testing.conformance.weights import weights_of
-
-if TYPE_CHECKING:
-    from verl_engine.testing.conformance.bench import Bench
 
 RANK: Final = 3
 SCALE: Final = 2.0
@@ -32,22 +34,20 @@ def train(bench: Bench) -> None:
     """A fresh adapter does nothing; training changes every linear layer by its rank and no more, and nothing else."""
     driver = bench.driver(**SETTINGS)
     base = weights_of(bench.model())
-    found = differences(driver.weights(), base)
-    bench.require_everywhere(found == "none", f"before training, exported weights and the folder's: {found}")
-    for seed in range(2):
-        driver.train(make_sequences(8, seed=seed))
+    bench.require_same(driver.weights(), base, "before training, exported weights and the folder's")
+    driver.train_on(0, 1)
     weights = driver.weights()
     changed = {name for name, tensor in weights.items() if not torch.equal(tensor, base[name])}
     linear = {name for name in base if name.endswith("_proj.weight")}
     assert len(linear) % NUM_LINEAR == 0
-    bench.require_everywhere(
+    bench.require(
         changed == linear,
         f"training an adapter on all-linear must change the linear layers and nothing else; unchanged: "
         f"{sorted(linear - changed)[:5]}, changed besides: {sorted(changed - linear)[:5]}",
     )
     ranks = {name: int(torch.linalg.matrix_rank(weights[name] - base[name], rtol=1e-3)) for name in sorted(linear)}
     over = [name for name, rank in ranks.items() if rank > RANK]
-    bench.require_everywhere(not over, f"changed by more than rank {RANK}: {', '.join(over[:5])}")
+    bench.require(not over, f"changed by more than rank {RANK}: {', '.join(over[:5])}")
 
 
 def merged(bench: Bench) -> None:
@@ -55,12 +55,11 @@ def merged(bench: Bench) -> None:
     driver = _trained(bench)
     folder = bench.folder / "merged"
     driver.engine.save_pretrained(folder)
-    found = differences(weights_of(folder), driver.weights())
-    bench.require_everywhere(found == "none", f"saved and exported weights: {found}")
+    bench.require_same(weights_of(folder), driver.weights(), "saved and exported weights")
     sequences = make_sequences(4, seed=2)
     model = load_reference(folder)
-    error = _largest(driver.infer(sequences), [masked_log_probs(model, sequence) for sequence in sequences])
-    bench.require_everywhere(
+    error = largest_difference(driver.infer(sequences), [masked_log_probs(model, sequence) for sequence in sequences])
+    bench.require(
         error <= 1e-4,  # noqa: PLR2004
         f"log-probs of the saved folder are off by {error:.3g} nats from the engine's: the adapter is lost or scaled",
     )
@@ -77,15 +76,15 @@ def disabled(bench: Bench) -> None:
             inner = driver.infer(sequences)
         outer = driver.infer(sequences)
     for what, found in (("inside", inner), ("after an inner context ended", outer)):
-        error = _largest(found, base)
-        bench.require_everywhere(error <= 1e-6, f"{what}, log-probs are off by {error:.3g} from the base's")  # noqa: PLR2004
+        error = largest_difference(found, base)
+        bench.require(error <= 1e-6, f"{what}, log-probs are off by {error:.3g} from the base's")  # noqa: PLR2004
     with suppress(_ExpectedError), driver.engine.disable_adapter():
         raise _ExpectedError
-    error = _largest(driver.infer(sequences), trained)
-    bench.require_everywhere(error == 0, f"after the context log-probs are off by {error:.3g}: the adapter is not back")
+    error = largest_difference(driver.infer(sequences), trained)
+    bench.require(error == 0, f"after the context log-probs are off by {error:.3g}: the adapter is not back")
     before = driver.weights()
     driver.train(make_sequences(8, seed=3))
-    bench.require_everywhere(not same(driver.weights(), before), "after the context the adapter is not trained")
+    bench.require(not same(driver.weights(), before), "after the context the adapter is not trained")
 
 
 def adapter_folder(bench: Bench) -> None:
@@ -96,7 +95,7 @@ def adapter_folder(bench: Bench) -> None:
         driver.engine.save_adapter(folder)
     config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     said = {key: config.get(key) for key in ("peft_type", "r", "lora_alpha")}
-    bench.require_everywhere(
+    bench.require(
         said == {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK * SCALE}, f"adapter_config.json says {said}"
     )
     matrices = weights_of(folder)
@@ -108,7 +107,7 @@ def adapter_folder(bench: Bench) -> None:
             expected[f"{layer}.weight"] = expected[f"{layer}.weight"] + SCALE * (b_OR.float() @ a_RI.float())
     weights = driver.weights()
     worst, error = furthest(expected, weights)
-    bench.require_everywhere(
+    bench.require(
         error <= 1e-6,  # noqa: PLR2004
         f"base and saved adapter, merged by hand, differ from the exported weights by {error:.3g} in {worst}",
     )
@@ -119,11 +118,11 @@ def adapter_weights(bench: Bench) -> None:
     driver = _trained(bench)
     folder = bench.folder / "unmerged"
     driver.engine.save_adapter(folder)
-    found = differences(driver.delivered(1 << 12, adapter_only=True), weights_of(folder))
-    bench.require_everywhere(found == "none", f"the adapter's weights from buckets and those of its folder: {found}")
+    found = driver.delivered(1 << 12, adapter_only=True)
+    bench.require_same(found, weights_of(folder), "the adapter's weights from buckets and those of its folder")
     config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     said = driver.engine.adapter_config()
-    bench.require_everywhere(said == config, f"adapter_config() gives {said}, and adapter_config.json says {config}")
+    bench.require(said == config, f"adapter_config() gives {said}, and adapter_config.json says {config}")
 
 
 def snapshot(bench: Bench) -> None:
@@ -134,23 +133,18 @@ def snapshot(bench: Bench) -> None:
     num_bytes = snapshots.save("kept").num_bytes
     driver.train(make_sequences(8, seed=2))
     snapshots.restore("kept")
-    found = differences(driver.weights(), kept)
-    bench.require_everywhere(found == "none", f"restored and saved weights: {found}")
+    bench.require_same(driver.weights(), kept, "restored and saved weights")
     whole = bench.driver().snapshots().save("whole").num_bytes
     # The kit's model is so small that its adapters are a third of it.
-    bench.require_everywhere(
+    bench.require(
         num_bytes < whole / 2, f"a snapshot with adapters holds {num_bytes} bytes, one of the whole model {whole}"
     )
 
 
 def unknown_layers(bench: Bench) -> None:
     """Layers that the model does not have are refused with a ModelError that names some it has."""
-    message = ""
-    try:
-        bench.driver(lora={"target_modules": ("no_such_layer",)})
-    except ModelError as error:
-        message = str(error)
-    bench.require_everywhere(
+    message = refusal(ModelError, lambda: bench.driver(lora={"target_modules": ("no_such_layer",)})) or ""
+    bench.require(
         "no_such_layer" in message and "q_proj" in message,
         f"engine.lora.target_modules=no_such_layer must raise a ModelError that names it and q_proj; got {message!r}",
     )
@@ -162,13 +156,8 @@ class _ExpectedError(Exception):
 
 def _trained(bench: Bench) -> Driver:
     driver = bench.driver(**SETTINGS)
-    for seed in range(2):
-        driver.train(make_sequences(8, seed=seed))
+    driver.train_on(0, 1)
     return driver
-
-
-def _largest(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    return max(float((mine - right).abs().max()) for mine, right in zip(found, expected, strict=True))
 
 
 CHECKS = (

@@ -1,20 +1,16 @@
 """Train and eval mode, on a model with dropout."""
 
-from __future__ import annotations
+from typing import Final
 
-from typing import TYPE_CHECKING, Final
-
+from verl_engine.testing.conformance.bench import Bench
 from verl_engine.testing.conformance.check import Check, all_ranks
 from verl_engine.testing.conformance.reference import (
     accumulate,
-    furthest,
+    largest_difference,
     load_reference,
     make_sequences,
     masked_log_probs,
 )
-
-if TYPE_CHECKING:
-    from verl_engine.testing.conformance.bench import Bench
 
 STILL: Final = 1e-12
 """A learning rate that moves nothing."""
@@ -26,10 +22,9 @@ def inference_is_in_eval_mode(bench: Bench) -> None:
     sequences = make_sequences(6)
     model = load_reference(bench.model("dropout"))
     for when in ("of a fresh engine", "after a training step"):
-        found = driver.infer(sequences)
         expected = [masked_log_probs(model, sequence) for sequence in sequences]
-        _, worst = furthest(dict(enumerate(found)), dict(enumerate(expected)))
-        bench.require_everywhere(
+        worst = largest_difference(driver.infer(sequences), expected)
+        bench.require(
             worst <= 1e-5,  # noqa: PLR2004 - float32
             f"log-probs {when} are {worst:.3g} nats from those without dropout: the model is left in train mode",
         )
@@ -46,11 +41,11 @@ def training_is_in_train_mode(bench: Bench) -> None:
         losses.append(driver.train(sequences).loss)
         driver.infer(sequences)
     distances = [abs(loss - without_dropout) for loss in losses]
-    bench.require_everywhere(
+    bench.require(
         min(distances) > 1e-6,  # noqa: PLR2004 - float32's rounding is less, and dropout's chance to come as near is slim
         f"losses {losses} of training steps equal that without dropout, {without_dropout}: left in eval mode",
     )
-    bench.require_everywhere(len(set(losses)) == len(losses), f"each step drew the same dropout: losses {losses}")
+    bench.require(len(set(losses)) == len(losses), f"each step drew the same dropout: losses {losses}")
 
 
 def dropout_is_off(bench: Bench) -> None:
@@ -59,7 +54,7 @@ def dropout_is_off(bench: Bench) -> None:
     sequences = make_sequences(8)
     without_dropout, _ = accumulate(load_reference(bench.model("dropout")), sequences)
     loss = driver.train(sequences).loss
-    bench.require_everywhere(
+    bench.require(
         abs(loss - without_dropout) <= 1e-5,  # noqa: PLR2004 - float32
         f"with dropout=off the loss {loss} of a training step is not that without dropout, {without_dropout}",
     )

@@ -1,6 +1,5 @@
 """Moving to the CPU and back: each part alone and all together, between steps and between micro-batches."""
 
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Final
 
@@ -8,10 +7,10 @@ import torch
 
 from verl_engine.batch.packed import PackedBatch
 from verl_engine.engine.base import Engine, TokenOutput
-from verl_engine.engine.checkpoints.store import CheckpointStore
 from verl_engine.testing.conformance.bench import Bench
 from verl_engine.testing.conformance.check import Check, all_ranks
-from verl_engine.testing.conformance.driver import Driver, differences
+from verl_engine.testing.conformance.checkpoints import EXPECTED, checkpoint_store, keep
+from verl_engine.testing.conformance.driver import Driver, all_equal
 from verl_engine.testing.conformance.reference import make_sequences, weighted_loss
 
 PARTS: Final = ("parameters", "gradients", "optimizer")
@@ -22,12 +21,13 @@ def there_and_back(bench: Bench) -> None:
     moved, stayed = _two_trained(bench)
     for to_cpu in (True, True, False, False):
         moved.engine.move(to_cpu=to_cpu)
-    _require_same(bench, moved, stayed, "after moving")
+    bench.require_same(moved.weights(), stayed.weights(), "after moving")
     for driver in (moved, stayed):
         driver.infer(make_sequences(3))
-        for seed in (1, 2):
-            driver.train(make_sequences(8, seed=seed))
-    _require_same(bench, moved, stayed, "two steps after moving", "; optimizer state was lost or changed")
+        driver.train_on(1, 2)
+    bench.require_same(
+        moved.weights(), stayed.weights(), "two steps after moving", "; optimizer state was lost or changed"
+    )
 
 
 def each_part(bench: Bench) -> None:
@@ -36,21 +36,20 @@ def each_part(bench: Bench) -> None:
     sequences = make_sequences(4)
     for seed, part in enumerate(PARTS, start=1):
         _move(moved.engine, part, to_cpu=True)
-        _require_same(bench, moved, stayed, f"while the {part} were away")
+        bench.require_same(moved.weights(), stayed.weights(), f"while the {part} were away")
         if part != "parameters":
-            pairs = zip(moved.infer(sequences), stayed.infer(sequences), strict=True)
-            is_equal = all(torch.equal(found, expected) for found, expected in pairs)
-            bench.require_everywhere(is_equal, f"log-probs differ while only the {part} were away")
+            is_equal = all_equal(moved.infer(sequences), stayed.infer(sequences))
+            bench.require(is_equal, f"log-probs differ while only the {part} were away")
         _move(moved.engine, part, to_cpu=False)
         for driver in (moved, stayed):
             driver.train(make_sequences(8, seed=seed))
-        _require_same(bench, moved, stayed, f"a step after the {part} alone were moved")
+        bench.require_same(moved.weights(), stayed.weights(), f"a step after the {part} alone were moved")
     moved.engine.move(to_cpu=True)
     for part in reversed(PARTS):
         _move(moved.engine, part, to_cpu=False)
     for driver in (moved, stayed):
         driver.train(make_sequences(8, seed=9))
-    _require_same(bench, moved, stayed, "a step after the parts came back one by one")
+    bench.require_same(moved.weights(), stayed.weights(), "a step after the parts came back one by one")
 
 
 def gradients_between_micro_batches(bench: Bench) -> None:
@@ -59,7 +58,7 @@ def gradients_between_micro_batches(bench: Bench) -> None:
     sequences = make_sequences(12, seed=1)
     moved.step(moved.share(sequences, 3), _MovesGradients(moved.engine))
     stayed.step(stayed.share(sequences, 3))
-    _require_same(bench, moved, stayed, "a step whose gradients were moved between micro-batches")
+    bench.require_same(moved.weights(), stayed.weights(), "a step whose gradients were moved between micro-batches")
 
 
 def save_while_away(bench: Bench) -> None:
@@ -67,23 +66,20 @@ def save_while_away(bench: Bench) -> None:
     driver = bench.driver()
     driver.train(make_sequences(8, seed=0))
     driver.engine.move(to_cpu=True)
-    with closing(CheckpointStore(bench.folder / "checkpoints", timeout_s=60.0)) as store:
+    with checkpoint_store(bench) as store:
         store.save(driver.engine, 1)
     driver.engine.move(to_cpu=False)
     driver.train(make_sequences(8, seed=1))
-    expected = driver.weights()
-    if bench.rank == 0:
-        torch.save(expected, bench.folder / "expected.pt")
+    keep(bench, driver.weights())
 
 
 def resume_what_was_saved_away(bench: Bench) -> None:
     """A checkpoint written while everything is on the CPU is resumed bit for bit."""
     driver = bench.driver()
-    with closing(CheckpointStore(bench.folder / "checkpoints", timeout_s=60.0)) as store:
+    with checkpoint_store(bench) as store:
         store.load(driver.engine)
     driver.train(make_sequences(8, seed=1))
-    found = differences(driver.weights(), torch.load(bench.folder / "expected.pt"))
-    bench.require_everywhere(found == "none", f"a step after the resume: {found}")
+    bench.require_same(driver.weights(), torch.load(bench.folder / EXPECTED), "a step after the resume")
 
 
 @dataclass(frozen=True)
@@ -107,18 +103,7 @@ def _two_trained(bench: Bench) -> tuple[Driver, Driver]:
 
 
 def _move(engine: Engine, part: str, *, to_cpu: bool) -> None:
-    """Move one part alone."""
-    engine.move(
-        to_cpu=to_cpu,
-        parameters=part == "parameters",
-        gradients=part == "gradients",
-        optimizer=part == "optimizer",
-    )
-
-
-def _require_same(bench: Bench, moved: Driver, stayed: Driver, when: str, why: str = "") -> None:
-    found = differences(moved.weights(), stayed.weights())
-    bench.require_everywhere(found == "none", f"{when}: {found}{why}")
+    engine.move(to_cpu=to_cpu, **{name: name == part for name in PARTS})
 
 
 CHECKS = (

@@ -1,15 +1,13 @@
 """The optimizer step: clipping, AdamW, schedule, and what a gradient that is not finite leaves untouched."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from verl_engine.contract.errors import TrainingDivergedError
 from verl_engine.engine.lr_schedule import lr_multiplier
 from verl_engine.testing.conformance.accumulation import FP16_TOLERANCE, ScaledLoss, without_overflow
-from verl_engine.testing.conformance.check import Check, all_ranks
-from verl_engine.testing.conformance.driver import differences, same
+from verl_engine.testing.conformance.bench import Bench
+from verl_engine.testing.conformance.check import Check, all_ranks, refusal
 from verl_engine.testing.conformance.reference import (
     ReferenceRun,
     furthest,
@@ -17,9 +15,6 @@ from verl_engine.testing.conformance.reference import (
     reference_gradient,
     relative_error,
 )
-
-if TYPE_CHECKING:
-    from verl_engine.testing.conformance.bench import Bench
 
 EPS: Final = 1e-4
 """Adam's, in comparisons: with a smaller one, the rounding of a gradient near zero becomes a part of a step."""
@@ -51,9 +46,7 @@ def clipping(bench: Bench) -> None:
     bench.require_gradient(found, clipped, f"the gradient applied, against the one clipped to {MAX_NORM},")
     assert probe.report is not None
     reported = probe.report.optimizer.grad_norm
-    bench.require_everywhere(
-        math.isclose(reported, norm, rel_tol=1e-5), f"grad_norm is {reported}, before clipping it is {norm}"
-    )
+    bench.require(math.isclose(reported, norm, rel_tol=1e-5), f"grad_norm is {reported}, before clipping it is {norm}")
 
 
 def adamw(bench: Bench) -> None:
@@ -66,12 +59,12 @@ def adamw(bench: Bench) -> None:
     steps = [driver.train(batch).optimizer for batch in batches]
     rates = [step.learning_rate for step in steps]
     right = [SETTINGS["learning_rate"] * factor for factor in factors]
-    bench.require_everywhere(_close(rates, right), f"learning rates were {rates}, not {right}")
+    bench.require(_close(rates, right), f"learning rates were {rates}, not {right}")
     norms = [step.grad_norm for step in steps]
-    bench.require_everywhere(_close(norms, reference.norms, 1e-4), f"norms were {norms}, not {reference.norms}")
+    bench.require(_close(norms, reference.norms, 1e-4), f"norms were {norms}, not {reference.norms}")
     worst, error = furthest(driver.weights(), expected)
     # The weights moved by up to 3e-2.
-    bench.require_everywhere(error <= OF_A_STEP, f"{worst} is off by {error:.3g} after four steps")
+    bench.require(error <= OF_A_STEP, f"{worst} is off by {error:.3g} after four steps")
 
 
 def given_rate(bench: Bench) -> None:
@@ -83,9 +76,9 @@ def given_rate(bench: Bench) -> None:
     given = [0.3 * SETTINGS["learning_rate"], None, None]
     rates = [driver.train(batch, rate).optimizer.learning_rate for batch, rate in zip(batches, given, strict=True)]
     right = [SETTINGS["learning_rate"] * factor for factor in (0.3, 1.0, 1.0)]
-    bench.require_everywhere(_close(rates, right), f"learning rates were {rates}, not {right}")
+    bench.require(_close(rates, right), f"learning rates were {rates}, not {right}")
     worst, error = furthest(driver.weights(), expected)
-    bench.require_everywhere(error <= OF_A_STEP, f"{worst} is off by {error:.3g} after a step at a given rate")
+    bench.require(error <= OF_A_STEP, f"{worst} is off by {error:.3g} after a step at a given rate")
 
 
 def decay_vectors(bench: Bench) -> None:
@@ -97,7 +90,7 @@ def decay_vectors(bench: Bench) -> None:
     for batch in batches:
         driver.train(batch)
     worst, error = furthest(driver.weights(), expected)
-    bench.require_everywhere(error <= OF_A_STEP, f"{worst} is off by {error:.3g} with weight decay on vectors")
+    bench.require(error <= OF_A_STEP, f"{worst} is off by {error:.3g} with weight decay on vectors")
 
 
 def schedules(bench: Bench) -> None:
@@ -108,7 +101,7 @@ def schedules(bench: Bench) -> None:
         driver = bench.driver(lr_schedule=schedule, warmup_steps=1, total_steps=4, min_lr_ratio=end, learning_rate=1e-3)
         rates = [driver.train(sequences).optimizer.learning_rate for _ in range(6)]
         right = [1e-3 * lr_multiplier(driver.config, step) for step in range(6)]
-        bench.require_everywhere(_close(rates, right), f"the {schedule} schedule gave {rates}, not {right}")
+        bench.require(_close(rates, right), f"the {schedule} schedule gave {rates}, not {right}")
 
 
 def not_finite(bench: Bench) -> None:
@@ -123,23 +116,18 @@ def not_finite(bench: Bench) -> None:
             driver.train(batches[0])
         before = skipping.weights()
         report = skipping.step(skipping.share(batches[1]), ScaledLoss(value if is_poisoned else 1.0))
-        bench.require_everywhere(
+        bench.require(
             not report.optimizer.applied, f"all ranks must skip a gradient of {value} on data-parallel rank {poisoned}"
         )
-        bench.require_everywhere(
+        bench.require(
             not math.isfinite(report.optimizer.grad_norm), f"grad_norm is {report.optimizer.grad_norm} for it"
         )
-        now = skipping.weights()
-        bench.require_everywhere(same(now, before), f"a skipped step changed weights: {differences(now, before)}")
+        bench.require_same(skipping.weights(), before, "a skipped step changed weights")
         for batch in batches[2:]:
             found, right = skipping.train(batch).optimizer, plain.train(batch).optimizer
-            bench.require_everywhere(
-                found == right, f"after a skipped step the next gave {found}; without it, it gives {right}"
-            )
-        difference = differences(skipping.weights(), plain.weights())
-        bench.require_everywhere(
-            difference == "none", f"a skipped step changed what followed: {difference}; optimizer state was touched"
-        )
+            bench.require(found == right, f"after a skipped step the next gave {found}; without it, it gives {right}")
+        why = "; optimizer state was touched"
+        bench.require_same(skipping.weights(), plain.weights(), "a skipped step changed what followed", why)
 
 
 def zeroed(bench: Bench) -> None:
@@ -157,13 +145,9 @@ def giving_up(bench: Bench) -> None:
     driver = bench.driver(max_skipped_steps=2)
     micro_batches = driver.share(make_sequences(8))
     first = driver.step(micro_batches, ScaledLoss(math.nan))
-    bench.require_everywhere(not first.optimizer.applied, "a gradient that is not finite was not skipped")
-    has_stopped = False
-    try:
-        driver.step(micro_batches, ScaledLoss(math.nan))
-    except TrainingDivergedError:
-        has_stopped = True
-    bench.require_everywhere(has_stopped, "two skipped steps in a row raised no TrainingDivergedError")
+    bench.require(not first.optimizer.applied, "a gradient that is not finite was not skipped")
+    stop = refusal(TrainingDivergedError, lambda: driver.step(micro_batches, ScaledLoss(math.nan)))
+    bench.require(stop is not None, "two skipped steps in a row raised no TrainingDivergedError")
 
 
 def fp16_overflow(bench: Bench) -> None:
@@ -172,11 +156,8 @@ def fp16_overflow(bench: Bench) -> None:
     # None of these skips counts: each says that the next step may do.
     probe = bench.probe(**bench.setting_of("fp16"), max_skipped_steps=1)
     right = {name: gradient * LARGE for name, gradient in reference_gradient(bench.model(), sequences).items()}
-    num_micro_batches = len(sequences) if "packed_batches" in bench.gaps else 2
-    found, skipped = without_overflow(bench, probe, probe.driver.share(sequences, num_micro_batches), LARGE)
-    bench.require_everywhere(
-        skipped > 0, f"a loss times {LARGE:g} overflowed nothing: is there a loss scale, and is it float16?"
-    )
+    found, skipped = without_overflow(bench, probe, bench.divide(probe.driver, sequences, 2), LARGE)
+    bench.require(skipped > 0, f"a loss times {LARGE:g} overflowed nothing: is there a loss scale, and is it float16?")
     bench.require_gradient(found, right, f"after {skipped} overflows the gradient", FP16_TOLERANCE)
 
 

@@ -1,21 +1,16 @@
 """After an exception in the middle of an accumulation, the next gradient is right."""
 
-from __future__ import annotations
+from functools import partial
+from typing import Final
 
-from typing import TYPE_CHECKING, Final
-
+import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from verl_engine.testing.conformance.check import Check, all_ranks
+from verl_engine.batch.packed import PackedBatch
+from verl_engine.engine.base import TokenOutput
+from verl_engine.testing.conformance.bench import Bench
+from verl_engine.testing.conformance.check import Check, all_ranks, refusal
 from verl_engine.testing.conformance.reference import make_sequences, weighted_loss
-
-if TYPE_CHECKING:
-    import torch
-
-    from verl_engine.batch.packed import PackedBatch
-    from verl_engine.engine.base import TokenOutput
-    from verl_engine.testing.conformance.bench import Bench
-    from verl_engine.testing.conformance.gradient_probe import GradientProbe
 
 TOLERANCE: Final = 1e-6
 NUM_MICRO_BATCHES: Final = 3
@@ -65,13 +60,9 @@ def backward(bench: Bench) -> None:
         probe.gradient(micro_batches)
     assert counter.count, "autograd saved nothing for the backward"
     for fraction in (0.25, 0.5, 0.9):
-        has_raised = False
-        try:
-            with _FailingBackward(fail_at=int(counter.count * fraction)).watching():
-                probe.driver.step(micro_batches)
-        except BackwardFailedError:
-            has_raised = True
-        bench.require_everywhere(has_raised, "an exception in the backward did not come out of the step")
+        with _FailingBackward(fail_at=int(counter.count * fraction)).watching():
+            failure = refusal(BackwardFailedError, lambda: probe.driver.step(micro_batches))
+        bench.require(failure is not None, "an exception in the backward did not come out of the step")
         found = probe.gradient(micro_batches)
         bench.require_gradient(found, expected, "after an exception in a backward, the next gradient", TOLERANCE)
 
@@ -104,7 +95,9 @@ def _fail_at(bench: Bench, fail_at: int) -> None:
     # After each failure another number of micro-batches: what was left switched off shows in a single one.
     for num_micro_batches in (1, NUM_MICRO_BATCHES):
         expected = probe.gradient_of(sequences, num_micro_batches)
-        _fail(bench, probe, fail_at)
+        micro_batches = probe.driver.share(make_sequences(12, seed=1), NUM_MICRO_BATCHES)
+        failure = refusal(LossFailedError, partial(probe.driver.step, micro_batches, _FailingLoss(fail_at)))
+        bench.require(failure is not None, "an exception of the loss function did not come out of the step")
         bench.require_gradient(
             probe.gradient_of(sequences, num_micro_batches),
             expected,
@@ -112,15 +105,6 @@ def _fail_at(bench: Bench, fail_at: int) -> None:
             f"{num_micro_batches} micro-batches,",
             TOLERANCE,
         )
-
-
-def _fail(bench: Bench, probe: GradientProbe, fail_at: int) -> None:
-    has_raised = False
-    try:
-        probe.driver.step(probe.driver.share(make_sequences(12, seed=1), NUM_MICRO_BATCHES), _FailingLoss(fail_at))
-    except LossFailedError:
-        has_raised = True
-    bench.require_everywhere(has_raised, "an exception of the loss function did not come out of the step")
 
 
 CHECKS = (

@@ -1,27 +1,18 @@
-"""The judge of all parity checks: one process, one sequence at a time, plain transformers, no engine.
-
-Shape legend: L tokens of one sequence, V vocabulary.
-"""
-
-from __future__ import annotations
+"""The judge of all parity checks: one process, one sequence of L tokens at a time, plain transformers, no engine."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from verl_engine.batch.packed import PackedBatch
 from verl_engine.batch.sequence import Sequence
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    import numpy.typing as npt
-
-    from verl_engine.batch.packed import PackedBatch
-    from verl_engine.engine.base import TokenOutput
+from verl_engine.engine.base import TokenOutput
 
 Key = TypeVar("Key")
 
@@ -54,11 +45,11 @@ def draw_ids(random: np.random.Generator, length: int, vocab_size: int = 32) -> 
     return random.integers(1, vocab_size, length)
 
 
-def load_reference(folder: Path) -> Any:
-    """Load the plain model, in float32 and eval mode."""
-    from transformers import AutoModelForCausalLM  # ranks prepare before they import it
+def load_reference(folder: Path, kind: str = "AutoModelForCausalLM") -> Any:
+    """Load the plain model by a class of transformers, in float32 and eval mode."""
+    import transformers  # ranks prepare before they import it
 
-    return AutoModelForCausalLM.from_pretrained(
+    return getattr(transformers, kind).from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, trust_remote_code=False
     )
 
@@ -103,8 +94,7 @@ def masked_log_probs(model: Any, sequence: Sequence, temperature: float = 1.0) -
 def accumulate(model: Any, sequences: list[Sequence], temperature: float = 1.0) -> tuple[float, float]:
     """Add d(sum over tokens / number of loss tokens) of the global batch to the model's gradients.
 
-    Returns:
-        Loss, and mean log-prob of the loss tokens.
+    Returns loss, and mean log-prob of the loss tokens.
     """
     num_tokens = sum(sequence.num_loss_tokens for sequence in sequences)
     total_loss, total_log_prob = 0.0, 0.0
@@ -148,6 +138,11 @@ def furthest(found: Mapping[Key, torch.Tensor], expected: Mapping[Key, torch.Ten
     known = {key: distance if math.isfinite(distance) else math.inf for key, distance in distances.items()}
     worst = max(known, key=lambda key: known[key])
     return worst, known[worst]
+
+
+def largest_difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """Return by how much any number of two lists of tensors differs; inf where a difference is not finite."""
+    return furthest(dict(enumerate(found)), dict(enumerate(expected)))[1]
 
 
 @dataclass

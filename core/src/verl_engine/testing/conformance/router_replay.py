@@ -3,31 +3,26 @@
 Shape legend: L tokens of one sequence, E experts of a layer, k of them a token, H hidden dim.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch.nn.functional import linear, silu
 
+from verl_engine.batch.sequence import Sequence
 from verl_engine.contract.errors import BatchError, EngineError, ModelError, UnsupportedError
-from verl_engine.testing.conformance.check import Check, all_ranks
+from verl_engine.testing.conformance.bench import Bench
+from verl_engine.testing.conformance.check import Check, all_ranks, refusal
 from verl_engine.testing.conformance.reference import (
-    furthest,
+    largest_difference,
     load_reference,
     make_sequences,
     relative_error,
     sequence_log_probs,
 )
 from verl_engine.testing.tiny_models import EXPERTS_PER_TOKEN, NUM_EXPERTS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from verl_engine.batch.sequence import Sequence
-    from verl_engine.testing.conformance.bench import Bench
 
 TOLERANCE: Final = 1e-5
 ROUNDING: Final = 1e-6
@@ -39,10 +34,10 @@ def given(bench: Bench) -> None:
     probe = bench.probe("experts", router_replay=True)
     sequences = with_experts(make_sequences(8))
     log_probs, gradient = by_hand(load_reference(bench.model("experts")), sequences)
-    _, worst = furthest(dict(enumerate(probe.driver.infer(sequences))), dict(enumerate(log_probs)))
-    bench.require_everywhere(worst <= TOLERANCE, f"through given experts, log-probs are off by {worst:.3g} nats")
+    worst = largest_difference(probe.driver.infer(sequences), log_probs)
+    bench.require(worst <= TOLERANCE, f"through given experts, log-probs are off by {worst:.3g} nats")
     distance = relative_error(by_expert(probe.gradient_of(sequences)), by_expert(gradient))
-    bench.require_everywhere(distance <= TOLERANCE, f"through given experts, the gradient is off by {distance:.3g}")
+    bench.require(distance <= TOLERANCE, f"through given experts, the gradient is off by {distance:.3g}")
 
 
 def said(bench: Bench) -> None:
@@ -53,15 +48,14 @@ def said(bench: Bench) -> None:
     model = load_reference(bench.model("experts"))
     for sequence, outputs in zip(sequences, found, strict=True):
         is_same = torch.equal(outputs[FIELD].long().sort(-1).values, choice_of(model, sequence))
-        bench.require_everywhere(is_same, "the experts said of a forward are not those of the plain model's router")
+        bench.require(is_same, "the experts said of a forward are not those of the plain model's router")
     replayed = [
         replace(sequence, fields={**sequence.fields, FIELD: outputs[FIELD].numpy()})
         for sequence, outputs in zip(sequences, found, strict=True)
     ]
-    own = {index: outputs["log_probs"] for index, outputs in enumerate(found)}
-    _, worst = furthest(dict(enumerate(probe.driver.infer(replayed))), own)
+    worst = largest_difference(probe.driver.infer(replayed), [outputs["log_probs"] for outputs in found])
     distance = relative_error(probe.gradient_of(replayed), probe.gradient_of(sequences))
-    bench.require_everywhere(
+    bench.require(
         max(worst, distance) <= ROUNDING,
         f"given back, the experts of a forward change log-probs by {worst:.3g} and the gradient by {distance:.3g}",
     )
@@ -79,12 +73,8 @@ def refusals(bench: Bench) -> None:
         "router_replay=true for a model without experts": (ModelError, lambda: bench.driver(router_replay=True)),
     }
     for what, (kind, attempt) in attempts.items():
-        message = ""
-        try:
-            attempt()
-        except kind as error:
-            message = str(error)
-        bench.require_everywhere(
+        message = refusal(kind, attempt) or ""
+        bench.require(
             FIELD in message or "router_replay" in message,
             f"{what} must raise a {kind.__name__} that names it; got {message!r}",
         )

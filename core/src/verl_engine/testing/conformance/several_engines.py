@@ -1,10 +1,9 @@
 """Several engines in one process: an actor, a reference policy and a critic."""
 
-from __future__ import annotations
-
 import gc
+from collections.abc import Iterator
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -12,15 +11,11 @@ import torch.distributed as dist
 from verl_engine.contract.validation import validate
 from verl_engine.engine.worker import EngineWorker
 from verl_engine.host.backend_host import BackendHost
+from verl_engine.testing.conformance.bench import Bench
 from verl_engine.testing.conformance.check import Check, all_ranks, require
 from verl_engine.testing.conformance.gradient_probe import GradientProbe
-from verl_engine.testing.conformance.reference import furthest, make_sequences, weighted_loss
+from verl_engine.testing.conformance.reference import furthest, largest_difference, make_sequences, weighted_loss
 from verl_engine.testing.conformance.values import value_loss
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from verl_engine.testing.conformance.bench import Bench
 
 ROUNDING: Final = 1e-6
 
@@ -39,7 +34,7 @@ def in_turns(bench: Bench) -> None:
             if before is None:  # a reference has fewer turns
                 continue
             name, distance = furthest(beside, before)
-            bench.require_everywhere(
+            bench.require(
                 distance <= ROUNDING,
                 f"{name} of the {role} is off by {distance:.3g} beside other engines of its process",
             )
@@ -71,8 +66,8 @@ def closing(bench: Bench) -> None:
     _close(other)
     found += _use(actor)
     _close(actor)
-    _, distance = furthest(dict(enumerate(found)), dict(enumerate(expected)))
-    bench.require_everywhere(
+    distance = largest_difference(found, expected)
+    bench.require(
         distance <= ROUNDING, f"after another worker of its process was closed, an engine is off by {distance:.3g}"
     )
 
@@ -88,7 +83,6 @@ def _start(bench: Bench, kind: str = "plain") -> EngineWorker:
 
 
 def _use(worker: EngineWorker) -> list[torch.Tensor]:
-    """Train a step; return its loss, and log-probs."""
     data, sequences = worker.engine.data_parallel, make_sequences(8)
     own = sequences[data.rank :: data.size]
     report = worker.train_batch([own[index : index + 1] for index in range(len(sequences))], weighted_loss)

@@ -1,27 +1,21 @@
 """Snapshots of weights on the CPU: their own, exact, complete."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 
 from verl_engine.contract.errors import WeightsError
-from verl_engine.engine.snapshots.layout import weights_checksum
-from verl_engine.testing.conformance.check import Check, all_ranks
-from verl_engine.testing.conformance.driver import differences
+from verl_engine.engine.snapshots.checksum import weights_checksum
+from verl_engine.engine.snapshots.weight_snapshot import WeightSnapshot
+from verl_engine.testing.conformance.bench import Bench
+from verl_engine.testing.conformance.check import Check, all_ranks, refusal, require
+from verl_engine.testing.conformance.driver import Driver, all_equal, differences
 from verl_engine.testing.conformance.reference import make_sequences
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from verl_engine.engine.snapshots.weight_snapshot import WeightSnapshot
-    from verl_engine.testing.conformance.bench import Bench
-    from verl_engine.testing.conformance.driver import Driver
 
 _READER: Final = """
 import pickle, sys
@@ -38,11 +32,10 @@ def independent(bench: Bench) -> None:
     before = driver.weights()
     saved = snapshots.save("kept", version=3)
     copies = _copies(saved)
-    bench.require_everywhere(bool(saved.tensors) and saved.num_bytes > 0, "the snapshot holds no weights")
-    bench.require_everywhere((saved.tag, saved.version) == ("kept", 3), "the hook returned another snapshot")
-    for seed in range(2):
-        driver.train(make_sequences(8, seed=seed))
-    bench.require_everywhere(differences(driver.weights(), before) != "none", "two steps trained nothing")
+    bench.require(bool(saved.tensors) and saved.num_bytes > 0, "the snapshot holds no weights")
+    bench.require((saved.tag, saved.version) == ("kept", 3), "the hook returned another snapshot")
+    driver.train_on(0, 1)
+    bench.require(differences(driver.weights(), before) != "none", "two steps trained nothing")
     _require_kept(bench, saved, copies, "training changed the snapshot: it aliases the live weights")
 
 
@@ -56,18 +49,18 @@ def exact(bench: Bench) -> None:
     driver.infer(make_sequences(3))
     snapshots.save("kept")
     snapshots.restore("kept")
-    _require_same(bench, driver, before, "restored at once")
+    bench.require_same(driver.weights(), before, "restored at once")
     # Optimizer and schedule are not part of a snapshot: the twin trains on without one.
     for each in (driver, twin):
         each.train(make_sequences(8, seed=1))
-    _require_same(bench, driver, twin.weights(), "after a save and a further step")
+    bench.require_same(driver.weights(), twin.weights(), "after a save and a further step")
     for _ in range(2):
         driver.train(make_sequences(8, seed=2))
         driver.infer(make_sequences(3))
         snapshots.restore("kept")
-        _require_same(bench, driver, before, "restored after training")
+        bench.require_same(driver.weights(), before, "restored after training")
     snapshots.save("kept")  # into the memory of the first
-    _require_same(bench, driver, before, "saved again")
+    bench.require_same(driver.weights(), before, "saved again")
 
 
 def swapped(bench: Bench) -> None:
@@ -79,11 +72,11 @@ def swapped(bench: Bench) -> None:
     driver.train(make_sequences(8))
     second = driver.weights()
     with snapshots.swapped("first"):
-        _require_same(bench, driver, first, "inside swapped")
-    _require_same(bench, driver, second, "after swapped")
+        bench.require_same(driver.weights(), first, "inside swapped")
+    bench.require_same(driver.weights(), second, "after swapped")
     with suppress(ZeroDivisionError), snapshots.swapped("first"):
         raise ZeroDivisionError
-    _require_same(bench, driver, second, "after an exception inside swapped")
+    bench.require_same(driver.weights(), second, "after an exception inside swapped")
 
 
 def tags(bench: Bench) -> None:
@@ -97,13 +90,10 @@ def tags(bench: Bench) -> None:
         driver.train(make_sequences(8, seed=seed))
     for tag in ("0", "1", "0"):
         snapshots.restore(tag)
-        _require_same(bench, driver, kept[tag], f"tag {tag} restored")
+        bench.require_same(driver.weights(), kept[tag], f"tag {tag} restored")
     snapshots.drop("0")
-    try:
-        snapshots.restore("0")
-    except WeightsError:
-        return
-    raise AssertionError("restoring a tag that was dropped silently does nothing")
+    message = refusal(WeightsError, lambda: snapshots.restore("0"))
+    require(message is not None, "restoring a tag that was dropped silently does nothing")
 
 
 def buffers(bench: Bench) -> None:
@@ -116,10 +106,10 @@ def buffers(bench: Bench) -> None:
     snapshots.save("kept")
     driver.train(make_sequences(8, seed=1))
     changed = driver.infer(sequences)
-    bench.require_everywhere(not _equal(before, changed), "a training step changed no log-prob")
+    bench.require(not all_equal(before, changed), "a training step changed no log-prob")
     snapshots.restore("kept")
-    bench.require_everywhere(
-        _equal(driver.infer(sequences), before),
+    bench.require(
+        all_equal(driver.infer(sequences), before),
         "after a restore log-probs differ from those at the save: buffers that changed in training were lost",
     )
 
@@ -140,7 +130,7 @@ def offloaded(bench: Bench) -> None:
     driver.engine.move(to_cpu=True)
     snapshots.restore("kept")
     driver.engine.move(to_cpu=False)
-    _require_same(bench, driver, before, "restored while offloaded")
+    bench.require_same(driver.weights(), before, "restored while offloaded")
     driver.train(make_sequences(8))
     _require_kept(bench, saved, copies, "the restore made the snapshot and the live weights one")
 
@@ -170,7 +160,7 @@ def never_stale(bench: Bench) -> None:
             snapshots.save("kept")
         snapshots.restore("start")
         snapshots.restore("kept")
-        _require_same(bench, driver, after, f"saved after {what}, and restored")
+        bench.require_same(driver.weights(), after, f"saved after {what}, and restored")
 
 
 def limit(bench: Bench) -> None:
@@ -181,18 +171,13 @@ def limit(bench: Bench) -> None:
     before = driver.weights()
     snapshots.save("kept")
     driver.train(make_sequences(8))
-    is_refused = False
-    try:
-        snapshots.save("more")
-    except WeightsError:
-        is_refused = True
-    bench.require_everywhere(
-        is_refused,
+    bench.require(
+        refusal(WeightsError, lambda: snapshots.save("more")) is not None,
         "a second snapshot was kept although engine.snapshot_limit_bytes has no room for it; "
         "engine_copy_weights_to_cpu must fill the snapshot by snapshot.store()",
     )
     snapshots.restore("kept")
-    _require_same(bench, driver, before, "restored after another snapshot was refused")
+    bench.require_same(driver.weights(), before, "restored after another snapshot was refused")
 
 
 def shared(bench: Bench) -> None:
@@ -213,8 +198,8 @@ def shared(bench: Bench) -> None:
             refusal = str(error)
         except subprocess.CalledProcessError as error:
             refusal = error.stderr.decode()
-    bench.require_everywhere(not refusal, f"another process cannot read the snapshot: {refusal}")
-    bench.require_everywhere(found.strip() == expected, "another process reads other weights than were saved")
+    bench.require(not refusal, f"another process cannot read the snapshot: {refusal}")
+    bench.require(found.strip() == expected, "another process reads other weights than were saved")
 
 
 def _copies(saved: WeightSnapshot) -> dict[str, torch.Tensor]:
@@ -222,23 +207,12 @@ def _copies(saved: WeightSnapshot) -> dict[str, torch.Tensor]:
 
 
 def _require_kept(bench: Bench, saved: WeightSnapshot, copies: dict[str, torch.Tensor], what: str) -> None:
-    """Fail where a snapshot is no longer what it was."""
-    found = differences(saved.tensors, copies)
-    bench.require_everywhere(found == "none", f"{what} ({found})")
+    bench.require_same(saved.tensors, copies, what)
 
 
 def _there_and_back(driver: Driver) -> None:
     driver.engine.move(to_cpu=True)
     driver.engine.move(to_cpu=False)
-
-
-def _require_same(bench: Bench, driver: Driver, expected: dict[str, torch.Tensor], when: str) -> None:
-    found = differences(driver.weights(), expected)
-    bench.require_everywhere(found == "none", f"{when}: {found}")
-
-
-def _equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 CHECKS = (

@@ -1,16 +1,15 @@
-"""Log-probs of other token ids in the place of each: given ones, with their gradient, and the most likely ones.
-
-Shape legend: L tokens of one sequence, V vocabulary, K ids.
-"""
-
-from __future__ import annotations
+"""Log-probs of K other token ids in the place of each: given ones, with their gradient, and the most likely ones."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 
+from verl_engine.batch.packed import PackedBatch
+from verl_engine.batch.sequence import Sequence
+from verl_engine.engine.base import TokenOutput
+from verl_engine.testing.conformance.bench import Bench
 from verl_engine.testing.conformance.check import Check, all_ranks
 from verl_engine.testing.conformance.reference import (
     load_reference,
@@ -20,12 +19,6 @@ from verl_engine.testing.conformance.reference import (
     weighted_loss,
     with_temperatures,
 )
-
-if TYPE_CHECKING:
-    from verl_engine.batch.packed import PackedBatch
-    from verl_engine.batch.sequence import Sequence
-    from verl_engine.engine.base import TokenOutput
-    from verl_engine.testing.conformance.bench import Bench
 
 K: Final = 5
 NUM_SEQUENCES: Final = 8
@@ -37,10 +30,9 @@ def given_ids(bench: Bench) -> None:
     """A loss on log-probs of given ids, at each token's temperature, has their gradient; inference gives the same."""
     sequences = _with_ids(with_temperatures(make_sequences(NUM_SEQUENCES)))
     probe = bench.probe()
-    num_micro_batches = NUM_SEQUENCES if "packed_batches" in bench.gaps else 3
-    found = probe.gradient(probe.driver.share(sequences, num_micro_batches), chosen_loss)
+    found = probe.gradient(bench.divide(probe.driver, sequences), chosen_loss)
     error = relative_error(found, _gradient(load_reference(bench.model()).double(), sequences))
-    bench.require_everywhere(error <= TOLERANCE, f"the gradient of log-probs of given ids is off by {error:.3g}")
+    bench.require(error <= TOLERANCE, f"the gradient of log-probs of given ids is off by {error:.3g}")
     model = load_reference(bench.model())
     for sequence in sequences:
         log_probs = probe.driver.output(sequence).top_k_log_probs.cpu()
@@ -111,7 +103,7 @@ def _at(logp_LV: torch.Tensor, ids_LK: torch.Tensor) -> torch.Tensor:
 def _require_near(bench: Bench, what: str, found: torch.Tensor, right: torch.Tensor, sequence: Sequence) -> None:
     mask = torch.from_numpy(sequence.loss_mask)
     error = float((found - right)[mask].abs().max()) if mask.any() else 0.0
-    bench.require_everywhere(error <= TOLERANCE, f"{what} off by {error:.3g} nats against the plain model")
+    bench.require(error <= TOLERANCE, f"{what} off by {error:.3g} nats against the plain model")
 
 
 CHECKS = (

@@ -1,25 +1,20 @@
 """Critics: an engine with ``head: value``, against transformers' plain model for token classification."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 
+from verl_engine.batch.packed import PackedBatch
+from verl_engine.batch.sequence import Sequence
+from verl_engine.engine.base import TokenOutput
+from verl_engine.testing.conformance.bench import Bench
 from verl_engine.testing.conformance.check import Check, all_ranks
-from verl_engine.testing.conformance.driver import differences, same
-from verl_engine.testing.conformance.reference import furthest, make_sequences
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from verl_engine.batch.packed import PackedBatch
-    from verl_engine.batch.sequence import Sequence
-    from verl_engine.engine.base import TokenOutput
-    from verl_engine.testing.conformance.bench import Bench
-    from verl_engine.testing.conformance.driver import Driver
+from verl_engine.testing.conformance.driver import Driver, differences, same
+from verl_engine.testing.conformance.reference import largest_difference, load_reference, make_sequences
 
 TOLERANCE: Final = 1e-5
+CRITIC: Final = "AutoModelForTokenClassification"
 
 
 def state_before_token(bench: Bench) -> None:
@@ -40,16 +35,14 @@ def gradient(bench: Bench) -> None:
 def new_head(bench: Bench) -> None:
     """From a language model's folder a critic gets its layers and a new head, the same with the same seed."""
     first, second = (bench.driver(head="value", seed=3).weights() for _ in range(2))
-    bench.require_everywhere(
-        same(first, second), f"two critics of one seed are not the same: {differences(second, first)}"
-    )
+    bench.require_same(second, first, "two critics of one seed are not the same")
     trunk = {name: tensor for name, tensor in bench.driver().weights().items() if name in first}
-    bench.require_everywhere(
+    bench.require(
         bool(trunk) and same({name: first[name] for name in trunk}, trunk),
         f"the critic's layers are not the language model's: {differences(first, {**first, **trunk})}",
     )
     outputs = [tuple(tensor.shape) for name, tensor in first.items() if name not in trunk]
-    bench.require_everywhere(
+    bench.require(
         bool(outputs) and all(shape[0] == 1 for shape in outputs),
         f"what a critic has besides a language model's layers must be a head of one output; shapes {outputs}",
     )
@@ -80,20 +73,11 @@ def sequence_values(model: Any, sequence: Sequence) -> torch.Tensor:
     return torch.cat([states_L.new_zeros(1), states_L[:-1]])
 
 
-def _load_critic(folder: Path) -> Any:
-    """Load the plain model, in float32 and eval mode."""
-    from transformers import AutoModelForTokenClassification  # ranks prepare before they import it
-
-    return AutoModelForTokenClassification.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, trust_remote_code=False
-    )
-
-
 def _require_values(bench: Bench, driver: Driver, folder: Path, whose: str) -> None:
     """Compare an engine's values with those of the plain model of a folder."""
-    model = _load_critic(folder)
+    model = load_reference(folder, CRITIC)
     labels = model.config.num_labels
-    bench.require_everywhere(labels == 1, f"{whose} model has {labels} labels; a value is one number")
+    bench.require(labels == 1, f"{whose} model has {labels} labels; a value is one number")
     sequences = make_sequences(6)
     found = [part for sequence in sequences for part in driver.infer([sequence])]
     with torch.no_grad():
@@ -101,15 +85,13 @@ def _require_values(bench: Bench, driver: Driver, folder: Path, whose: str) -> N
             torch.where(torch.from_numpy(sequence.loss_mask), sequence_values(model, sequence), 0.0)
             for sequence in sequences
         ]
-    _, worst = furthest(dict(enumerate(found)), dict(enumerate(expected)))
-    bench.require_everywhere(
-        worst <= TOLERANCE, f"values are off by {worst:.3g} against {whose} plain model, 0 outside the loss"
-    )
+    worst = largest_difference(found, expected)
+    bench.require(worst <= TOLERANCE, f"values are off by {worst:.3g} against {whose} plain model, 0 outside the loss")
 
 
 def _reference_gradient(folder: Path, sequences: list[Sequence]) -> dict[str, torch.Tensor]:
     """Return the gradient of `value_loss` over a global batch, computed in float64."""
-    model = _load_critic(folder).double()
+    model = load_reference(folder, CRITIC).double()
     num_tokens = sum(sequence.num_loss_tokens for sequence in sequences)
     for sequence in sequences:
         mask = torch.from_numpy(sequence.loss_mask)

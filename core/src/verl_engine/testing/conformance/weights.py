@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from verl_engine.contract.errors import WeightsError
 from verl_engine.engine.base import WeightShard
 from verl_engine.engine.weights.shards import assemble_weights
 from verl_engine.testing.conformance.bench import Bench
-from verl_engine.testing.conformance.check import Check, all_ranks
-from verl_engine.testing.conformance.driver import differences, same
+from verl_engine.testing.conformance.check import Check, all_ranks, refusal
+from verl_engine.testing.conformance.driver import all_equal, same
 from verl_engine.testing.conformance.reference import load_reference, make_sequences
 
 
@@ -32,23 +33,20 @@ def _export(bench: Bench, kind: str) -> None:
     expected = weights_of(bench.model(kind))
     specs = driver.engine.weight_specs()
     names = [spec.name for spec in specs]
-    bench.require_everywhere(len(names) == len(set(names)), f"weight_specs lists a name twice: {names}")
+    bench.require(len(names) == len(set(names)), f"weight_specs lists a name twice: {names}")
     odd = sorted(set(names) ^ expected.keys())
-    bench.require_everywhere(
-        not odd, f"weight_specs and the Hugging Face folder do not have the same names: {', '.join(odd[:5])}"
-    )
+    bench.require(not odd, f"weight_specs and the Hugging Face folder do not have the same names: {', '.join(odd[:5])}")
     wrong = [spec.name for spec in specs if spec.shape != tuple(expected[spec.name].shape)]
-    bench.require_everywhere(not wrong, f"weight_specs gives a wrong shape for {', '.join(wrong[:5])}")
+    bench.require(not wrong, f"weight_specs gives a wrong shape for {', '.join(wrong[:5])}")
     found = driver.weights()
-    bench.require_everywhere(list(found) == names, "full_weights yields other names than it was asked for")
+    bench.require(list(found) == names, "full_weights yields other names than it was asked for")
     dtypes = [spec.name for spec in specs if found[spec.name].dtype != spec.dtype]
-    bench.require_everywhere(not dtypes, f"weight_specs gives a wrong dtype for {', '.join(dtypes[:5])}")
+    bench.require(not dtypes, f"weight_specs gives a wrong dtype for {', '.join(dtypes[:5])}")
     same_dtype = {name: tensor.to(found[name].dtype) for name, tensor in expected.items()}
-    wrong_values = differences(found, same_dtype)
-    bench.require_everywhere(wrong_values == "none", f"exported and loaded weights: {wrong_values}")
+    bench.require_same(found, same_dtype, "exported and loaded weights")
     some = names[1::2]
     part = [name for name, _ in driver.engine.full_weights(some)]
-    bench.require_everywhere(part == some, f"full_weights({some}) yielded {part}")
+    bench.require(part == some, f"full_weights({some}) yielded {part}")
 
 
 def whole_import(bench: Bench) -> None:
@@ -58,13 +56,9 @@ def whole_import(bench: Bench) -> None:
         source.train(make_sequences(8))
         weights = source.weights()
         driver.engine.load_full_weights(reversed(weights.items()))
-        found = differences(driver.weights(), weights)
-        bench.require_everywhere(found == "none", f"imported and exported again ({kind} model): {found}")
-        sequences = make_sequences(3)
-        pairs = zip(driver.infer(sequences), source.infer(sequences), strict=True)
-        bench.require_everywhere(
-            all(torch.equal(mine, theirs) for mine, theirs in pairs), f"imported weights are not used ({kind} model)"
-        )
+        bench.require_same(driver.weights(), weights, f"imported and exported again ({kind} model)")
+        is_used = all_equal(driver.infer(make_sequences(3)), source.infer(make_sequences(3)))
+        bench.require(is_used, f"imported weights are not used ({kind} model)")
 
 
 def import_refusals(bench: Bench) -> None:
@@ -79,12 +73,8 @@ def import_refusals(bench: Bench) -> None:
         "a weight that comes twice": [*weights.items(), (name, tensor)],
     }
     for what, given in wrong.items():
-        is_refused = False
-        try:
-            driver.engine.load_full_weights(iter(given))
-        except WeightsError:
-            is_refused = True
-        bench.require_everywhere(is_refused, f"load_full_weights takes {what} silently")
+        message = refusal(WeightsError, partial(driver.engine.load_full_weights, iter(given)))
+        bench.require(message is not None, f"load_full_weights takes {what} silently")
     driver.engine.load_full_weights(weights.items())
 
 
@@ -99,16 +89,15 @@ def saved_folder(bench: Bench) -> None:
             driver.engine.save_pretrained(folder)
         found = driver.weights()
         saved = {name: tensor.to(found[name].dtype) for name, tensor in weights_of(folder).items() if name in found}
-        wrong = differences(saved, found)
-        bench.require_everywhere(wrong == "none", f"saved and exported weights ({kind} model): {wrong}")
+        bench.require_same(saved, found, f"saved and exported weights ({kind} model)")
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        bench.require_everywhere(
+        bench.require(
             config.get("architectures") == ["Qwen3ForCausalLM"],
             f"config.json of the saved folder says architectures={config.get('architectures')}",
         )
         loaded = load_reference(folder).state_dict()
         misread = [name for name, tensor in found.items() if not torch.equal(loaded[name], tensor.float())]
-        bench.require_everywhere(not misread, f"transformers reads other values for {', '.join(misread[:5])}")
+        bench.require(not misread, f"transformers reads other values for {', '.join(misread[:5])}")
 
 
 def shards(bench: Bench) -> None:
@@ -120,7 +109,7 @@ def shards(bench: Bench) -> None:
         specs = driver.engine.weight_specs()
         own = copies(driver.engine.weight_shards())
         names = [shard.name for shard in own]
-        bench.require_everywhere(
+        bench.require(
             names == [spec.name for spec in specs],
             f"weight_shards yields {names[:5]}… where weight_specs has {[spec.name for spec in specs][:5]}… ({kind})",
         )
@@ -130,9 +119,8 @@ def shards(bench: Bench) -> None:
             found = dict(assemble_weights(specs, [shard for shards in bench.gather(own) for shard in shards]))
         except WeightsError as error:
             wrong = str(error)
-        bench.require_everywhere(not wrong, f"the ranks' shards do not make full weights: {wrong}")
-        wrong = differences(found, driver.weights())
-        bench.require_everywhere(wrong == "none", f"sharded and full weights ({kind} model): {wrong}")
+        bench.require(not wrong, f"the ranks' shards do not make full weights: {wrong}")
+        bench.require_same(found, driver.weights(), f"sharded and full weights ({kind} model)")
 
 
 def shard_replicas(bench: Bench) -> None:
@@ -149,7 +137,7 @@ def shard_replicas(bench: Bench) -> None:
         right = (tuple(ranks), ranks[0] != bench.rank) if len(ranks) > 1 else ((), False)
         if (shard.replicas, shard.is_replica) != right:
             wrong.append(f"{shard.name}: {shard.replicas}, {shard.is_replica}, not {right[0]}, {right[1]}")
-    bench.require_everywhere(not wrong, f"replicas and is_replica of shards are wrong: {'; '.join(wrong[:2])}")
+    bench.require(not wrong, f"replicas and is_replica of shards are wrong: {'; '.join(wrong[:2])}")
 
 
 def shards_import(bench: Bench) -> None:
@@ -160,16 +148,12 @@ def shards_import(bench: Bench) -> None:
             each.train(make_sequences(8))
         source.train(make_sequences(8, seed=1))
         driver.engine.load_weight_shards(reversed(copies(source.engine.weight_shards())))
-        found = differences(driver.weights(), source.weights())
-        bench.require_everywhere(found == "none", f"imported in shards and exported ({kind} model): {found}")
-        sequences = make_sequences(3)
-        pairs = zip(driver.infer(sequences), source.infer(sequences), strict=True)
-        bench.require_everywhere(
-            all(torch.equal(mine, theirs) for mine, theirs in pairs), f"imported shards are not used ({kind} model)"
-        )
+        bench.require_same(driver.weights(), source.weights(), f"imported in shards and exported ({kind} model)")
+        is_used = all_equal(driver.infer(make_sequences(3)), source.infer(make_sequences(3)))
+        bench.require(is_used, f"imported shards are not used ({kind} model)")
         before = driver.weights()
         driver.train(make_sequences(8, seed=2))
-        bench.require_everywhere(not same(driver.weights(), before), f"imported shards are not trained ({kind} model)")
+        bench.require(not same(driver.weights(), before), f"imported shards are not trained ({kind} model)")
 
 
 def shards_refusals(bench: Bench) -> None:
@@ -185,12 +169,8 @@ def shards_refusals(bench: Bench) -> None:
         "a shard that comes twice": [*own, own[odd]],
     }
     for what, given in wrong.items():
-        is_refused = False
-        try:
-            driver.engine.load_weight_shards(iter(given))
-        except WeightsError:
-            is_refused = True
-        bench.require_everywhere(is_refused, f"load_weight_shards takes {what} silently")
+        message = refusal(WeightsError, partial(driver.engine.load_weight_shards, iter(given)))
+        bench.require(message is not None, f"load_weight_shards takes {what} silently")
     driver.engine.load_weight_shards(own)
 
 

@@ -1,17 +1,33 @@
-"""Which of the plugins around a hook took its result away."""
+"""How a host calls hooks: by the shortest way, and knowing who took a result away."""
 
 from collections.abc import Callable, Generator
+from typing import Any
 
 import pluggy
 
 from verl_engine.contract.markers import hookimpl
 
 
+def positional_call(relay: pluggy.HookCaller, arguments: tuple[str, ...]) -> Callable[..., Any]:
+    """Make a function that calls a ``firstresult`` hook by position, with the arguments of its hookspec.
+
+    A relay takes a microsecond a call, a function a twentieth of that. So where a single implementation takes all
+    arguments in their order, it is called itself; with wrappers, or in any other case, the relay is. Implementations
+    that are registered later would go unheard.
+    """
+    implementations = relay.get_hookimpls()
+    if len(implementations) == 1:
+        only = implementations[0]
+        if not (only.wrapper or only.hookwrapper) and tuple(only.argnames) == arguments and not only.kwargnames:
+            function: Callable[..., Any] = only.function
+            return function
+    return lambda *values: relay(**dict(zip(arguments, values, strict=True)))
+
+
 class ResultWatch:
     """Wraps each hook that has a result, inside the observer that is registered next, and sees what that one gets."""
 
     def __init__(self, manager: pluggy.PluginManager) -> None:
-        """Register it."""
         self.is_there: dict[str, bool] = {}
         """Of each hook's last call: whether a result came as far as here."""
         for name, relay in vars(manager.hook).items():

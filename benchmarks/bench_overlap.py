@@ -62,6 +62,8 @@ def run_job(folder: Path, name: str, settings: dict[str, int], num_steps: int) -
     recipe["model"]["path"] = str(folder / "data" / "model")
     recipe["data"]["prompts"] = str(folder / "data" / "train.parquet")
     recipe["algorithm"]["drop_uniform_groups"] = False  # an untrained model is right too seldom
+    # Half of what a sync grants. Samples that are all generated at once all end at once: too late for any overlap.
+    recipe["rollout"]["max_batch_prompts"] = 32
     recipe["async_training"] = {"staleness_threshold": 0.5, **settings}
     recipe["trainer"]["num_steps"] = num_steps
     path = folder / f"{name}.yaml"

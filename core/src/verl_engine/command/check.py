@@ -99,7 +99,6 @@ def _load_kit(kind: KindSpec, prefixes: list[str] | None) -> tuple[type[Kit], li
 
 
 def _require_modules(kind: KindSpec, name: str) -> None:
-    """Refuse a plugin whose checks could all but fail, each in its turn."""
     entry = find_plugin(kind, name)
     if entry.missing_modules:
         raise PluginImportError(

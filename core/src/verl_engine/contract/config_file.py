@@ -90,7 +90,6 @@ def _first_line(error: Exception) -> str:
 
 
 def _apply(data: dict[str, Any], override: str) -> None:
-    """Set one ``dotted.key=value`` in place."""
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not is_unicode(override):

@@ -78,7 +78,6 @@ def _module(kind: str) -> Any:
 
 
 def _machine_memory_bytes() -> int:
-    """Return the machine's memory, or the limit of the container that this process is in."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         limit = _CGROUP_LIMIT.read_text(encoding="ascii").strip()

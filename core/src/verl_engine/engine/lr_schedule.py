@@ -10,9 +10,8 @@ def lr_multiplier(config: EngineConfig, step: int) -> float:
     """Return the fraction of the peak learning rate that the optimizer step after `step` others uses.
 
     Rises linearly over ``warmup_steps`` (the first step already uses 1 / warmup_steps), then stays, or falls to
-    ``min_lr_ratio`` at ``total_steps`` and stays there: at once, or (``wsd``) over the last ``decay_steps``.
-    Raises:
-        ConfigError: a falling schedule without ``total_steps``.
+    ``min_lr_ratio`` at ``total_steps`` and stays there: at once, or (``wsd``) over the last ``decay_steps``. A
+    ConfigError for a falling schedule without ``total_steps``.
     """
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps

@@ -78,11 +78,8 @@ class Totals:
         self._kept = dict(zip(keys, kept, strict=True))
 
     def reduced(self, data_parallel: DataParallel, normalizer: float) -> tuple[float, dict[str, float]]:
-        """Return loss and metrics of the global batch; a mean over nothing is NaN.
+        """Return loss and metrics of the global batch, sums over the normaliser; a mean over nothing is NaN.
 
-        Args:
-            data_parallel: the ranks to reduce over; all have the same metrics.
-            normalizer: divides the loss and every ``sum``.
         Collectives: an all-reduce, and a second one where there is a ``max`` or ``min``.
         """
         sums = tuple(key for key in self.keys if key[1] not in _HIGHEST)

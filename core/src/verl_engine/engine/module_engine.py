@@ -243,7 +243,6 @@ class ModuleEngine(Engine):
         self.schedule.base_lrs = [group["initial_lr"] for group in self._optimizer.param_groups]
 
     def _stateful(self) -> list[tuple[str, Any]]:
-        """List what has a state besides weights and optimizer, by its name in the engine's."""
         names = ("schedule", "loss_scaler")
         return [(name, getattr(self, name)) for name in names if getattr(self, name, None) is not None]
 

@@ -78,8 +78,7 @@ class SharedGroup:
     def leave(self) -> None:
         """End what the users of the group have made, if this is the last of them.
 
-        That is the whole process group where a worker started it. In a group of somebody else only those of the
-        engines end.
+        In a group of somebody else only those of the engines end.
         """
         self.num_users -= 1
         if self.num_users:

@@ -1,9 +1,4 @@
-"""One optimizer step over a global batch: the accumulation contract, once for all backends.
-
-The loss function returns the SUM over tokens of a micro-batch. What it is divided by, the normaliser, is one number for
-the whole global batch: by default its loss tokens, counted once over all micro-batches and all data-parallel ranks. So
-the gradient equals d(sum / normaliser) of the global batch, however it is split.
-"""
+"""One optimizer step over a global batch: the gradient is that of the sum of losses over one number, however split."""
 
 import math
 from collections.abc import Sequence
@@ -139,10 +134,9 @@ class _Counts(NamedTuple):
 
 
 def _count(engine: Engine, micro_batches: Sequence[PackedBatch], normalizer: Normalizer) -> _Counts:
-    """Count loss tokens and tokens over all ranks, and check that the ranks agree on the number of micro-batches.
+    """Count loss tokens and tokens over all ranks, and check that the ranks bring equally many micro-batches.
 
-    Ranks with different numbers of forwards would wait for each other forever: a sum of squares tells in the same
-    all-reduce whether all are equal (n * sum of squares = square of the sum holds only then).
+    Else they would wait for each other forever; n * sum of squares = square of the sum holds only where all are equal.
     """
     own = len(micro_batches)
     by_sequences = normalizer == "sequences"

@@ -52,12 +52,12 @@ class EngineWorker:
         self._group: SharedGroup | None = None
 
     def prepare(self, init_method: str | None = None, timeout_s: float = 600.0) -> None:
-        """Make the process ready, then join the process group; workers of one process share one.
+        """Make the process ready, then join the process group; workers of one process share one, with its time limit.
 
         Args:
-            init_method: of torch.distributed, such as ``tcp://10.0.0.1:29500`` or ``file:///tmp/store``; not used where
-                the process is in a group already, such as that of a trainer whose part this worker is.
-            timeout_s: for joining, and for each collective later; a group that is there keeps its own.
+            init_method: of torch.distributed, such as ``tcp://10.0.0.1:29500``; not used where the process is in a
+                group.
+            timeout_s: for joining, and for each collective later.
         Raises:
             ConfigError: the process is in a group of another size, rank or backend, or in none that it could use.
         """
@@ -257,11 +257,10 @@ class EngineWorker:
     ) -> list[WeightBucket]:
         """Plan the export of all weights, or of the adapter's alone; the same on every rank. See `plan_buckets`.
 
-        What transformers holds in float32 in a model of that dtype stays float32: see `Engine.held_dtypes`.
-
         Args:
             bucket_bytes: size of a bucket.
-            dtype: that weights are cast to, such as ``bfloat16``; by default they keep their own.
+            dtype: that weights are cast to, such as ``bfloat16``, but for `Engine.held_dtypes`; by default they keep
+                their own.
             adapter_only: unmerged, under peft's names: see `Engine.adapter_specs`, and `Engine.adapter_config`.
         Raises:
             ConfigError: the dtype is none of floating-point numbers.

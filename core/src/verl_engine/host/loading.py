@@ -32,10 +32,9 @@ def load_entry(entry: PluginEntry) -> LoadedPlugin:
     """Import what an entry point names, and check its SPEC; no other plugin is imported.
 
     Raises:
-        PluginApiVersionError: it was written for another plugin API; where its metadata says so, nothing of it was
-            imported.
+        PluginApiVersionError: it was written for another plugin API; nothing is imported where its metadata says so.
         PluginImportError: importing it failed; the cause is chained.
-        HookError: it is not what its kind asks for. Its modules are forgotten, as they are when importing it fails.
+        HookError: it is not what its kind asks for. Then, and where importing fails, its modules are forgotten.
     """
     kind = entry.kind
     if entry.api_version is not None:

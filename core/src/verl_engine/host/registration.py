@@ -105,7 +105,6 @@ def _relays(manager: pluggy.PluginManager) -> list[tuple[str, pluggy.HookCaller]
 
 
 def _explain_unknown_hook(manager: pluggy.PluginManager, label: str) -> str:
-    """Name every hook that core does not have, and the one that was probably meant."""
     known = [name for name in vars(hookspecs) if name.startswith("engine_")]
     texts = []
     for name, relay in _relays(manager):

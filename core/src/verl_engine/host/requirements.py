@@ -59,7 +59,6 @@ def _missing_for_extras(specification: str, installed: Mapping[str, Distribution
 
 
 def _applies(marker: str, extra: str) -> bool:
-    """Whether a requirement holds on this Python and platform, for this extra."""
     plain = _EXTRA.fullmatch(marker)
     if not marker or plain is not None:
         return plain is None or (bool(extra) and normalize_name(plain[1]) == normalize_name(extra))

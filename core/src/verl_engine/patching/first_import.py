@@ -1,7 +1,7 @@
 """Run something right after a module's import, before its importer goes on: so no code sees the module without it.
 
-One finder in front of ``sys.meta_path`` waits for the modules by name. It stays while anything waits, also after the
-first import: a reload, or a second import after a failed one, makes the module anew and undoes what was done to it.
+One finder in front of ``sys.meta_path`` waits for the modules by name, also after the first import: a reload makes the
+module anew and undoes what was done to it.
 """
 
 import importlib.util
@@ -37,14 +37,10 @@ def patch_on_import(module_name: str, callback: Callable[[ModuleType], None], *,
 
     For ``engine_prepare_process``: a backend that patches so needs not import its framework there, and nobody can take
     a name from the module before it is patched, whoever imports it first. Where the module is imported already, the
-    callback runs at once; a backend that would then be too late also says so in ``BackendSpec.must_precede``.
+    callback runs at once; a backend that would then be too late also says so in ``BackendSpec.must_precede``. Other
+    phases are the host's.
 
     An exception of the callback makes the import fail, so the module is never there half patched.
-
-    Args:
-        module_name: such as ``megatron.core.optimizer``; also one of a package that is not installed.
-        callback: gets the module; changes it in place.
-        phase: the host has others for itself.
     Raises:
         PatchError: the module is just being imported: whoever imports it is calling this.
     """

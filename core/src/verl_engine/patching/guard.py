@@ -61,11 +61,7 @@ class Preparation:
         self.state = "done"
 
     def accept(self, config: EngineConfig) -> None:
-        """Accept that the backend is prepared again, if that would do nothing new.
-
-        A PreparationConflictError where it was prepared with other settings; a PatchError where that failed, or patches
-        are gone.
-        """
+        """Accept a second preparation that would do nothing new; a PreparationConflictError or PatchError, if not."""
         if self.state == "failed":
             raise PatchError(
                 f"this process cannot be used for {self.label}: an earlier preparation failed ({self.failure}) and may "
@@ -105,10 +101,9 @@ class Preparation:
         self._searched = present
 
     def check_names(self, targets: Iterable[Target] | None = None, module: ModuleType | None = None) -> None:
-        """Check the declared names alone, by default all, and record their patches.
+        """Check the declared names alone, by default all, and record their patches; a PatchError where one is not.
 
-        The `module` of the targets is given where it is just being imported; it must hold no original either. A
-        PatchError where a name holds its original.
+        The `module` of the targets is given where it is just being imported; it must hold no original either.
         """
         if module is not None and self.state == "running":  # a patcher that imports first and patches then is at work
             return
@@ -175,10 +170,7 @@ _preparations: dict[int, Preparation] = {}
 def prepare(preparation: Preparation, hook: Callable[[], object]) -> None:
     """Prepare this process for a backend by its ``engine_prepare_process``, unless it is prepared already.
 
-    Raises:
-        ImportOrderError: a module that the backend must precede is imported already.
-        PreparationConflictError: the process is prepared with other settings, or for one that patches the same names.
-        PatchError: see `Preparation.run`.
+    Raises as `BackendHost.prepare_process` does.
     """
     key, label, spec = id(preparation.backend), preparation.label, preparation.spec
     if key in _preparations:

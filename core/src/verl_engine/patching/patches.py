@@ -70,13 +70,10 @@ def patch(target: str, make: Callable[[Any], object]) -> None:
 
 
 def fix_references(target: str) -> list[str]:
-    """Put what a name holds now into every place that still holds what it held before.
+    """Put what a name holds now into every place that still holds what it held before; return the places.
 
-    For backends whose patcher replaces names only, and not what others took from them sooner. Places that the backend
-    lists as ``kept_by``, such as its own wrappers, are not known here: call it for names that nobody keeps on purpose.
-
-    Returns:
-        The places that were changed; a PatchError where one cannot be.
+    For backends whose patcher replaces names only. Places that the backend lists as ``kept_by`` are not known here:
+    call it for names that nobody keeps on purpose. A PatchError where a place cannot be changed.
     """
     name = Target.parse(target)
     references = find_references(replaced_objects(name))

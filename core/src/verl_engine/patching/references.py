@@ -49,8 +49,7 @@ def find_references(
 ) -> list[Reference]:
     """Search modules, by default all, for the places that hold one of these objects; in the order of ``sys.modules``.
 
-    A static or class method stands for the function inside as well. What holders, such as replacements that call the
-    originals, hold in their own turn does not count.
+    A static or class method stands for the function inside as well. What holders hold in their own turn does not count.
     """
     wanted = {
         id(same) for thing in objects for same in (thing, inner_function(thing)) if not isinstance(same, _NO_IDENTITY)

@@ -25,14 +25,9 @@ from verl_engine.testing.rank_state import RankState
 Result = TypeVar("Result")
 
 PRELOADED: Final = [
-    "torch",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "torch.distributed.checkpoint.state_dict",
-    "transformers",
-    "transformers.models.qwen3.modeling_qwen3",
-    "verl_engine.testing.conformance.bench",
-]
+    "torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint.state_dict",
+    "transformers", "transformers.models.qwen3.modeling_qwen3", "verl_engine.testing.conformance.bench",
+]  # fmt: skip
 """Imported once, by the server of which each rank is a fork; several times faster than a fresh start of each. What is
 added before the first rank starts, such as an engine's module, comes too."""
 _GRACE_S: Final = 2.0
@@ -218,7 +213,6 @@ def _serve(
     tidy: Callable[[], None] | None,
     device: str,
 ) -> None:
-    """Be one rank: join the group, run calls until there are no more."""
     os.environ.update(
         environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), GLOO_SOCKET_IFNAME="lo"
     )

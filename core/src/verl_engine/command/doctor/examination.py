@@ -53,8 +53,7 @@ class Examination:
 def examine(backend: str | None, num_ranks: int, timeout_s: float, *, with_patches: bool) -> Examination:
     """Look at everything, and at one backend more closely: its hooks module is imported, as a job would.
 
-    `num_ranks` are to run on this machine; `timeout_s` is for importing torch, and for preparing a process. With
-    `with_patches` one is prepared for the backend, or for each that can be used.
+    With `with_patches` a process is prepared for the backend, or for each that can be used.
     """
     installed = installed_distributions()
     machine = describe_machine()

@@ -35,10 +35,9 @@ class PatchReport:
 
 
 def describe_patches(backend: str, section: Mapping[str, Any] | None = None, timeout_s: float = 120.0) -> PatchReport:
-    """Prepare a fresh process for a backend, and report what was patched there. This process stays as it is.
+    """Prepare a fresh process for a backend, and report what was patched there, or what failed.
 
-    The backend may import its framework, which takes as long as it takes, up to `timeout_s`. `section` is an ``engine``
-    section, by default one of defaults. What fails is in the report; nothing is raised.
+    It may import its framework, in up to `timeout_s`; by default with an ``engine`` section of defaults.
     """
     # The process must find what this one finds, wherever it was started.
     path = os.pathsep.join(entry or os.curdir for entry in sys.path)

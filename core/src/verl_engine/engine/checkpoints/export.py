@@ -100,7 +100,6 @@ def export_checkpoint(
 
 @contextmanager
 def _hidden_until_whole(output: Path) -> Iterator[Path]:
-    """Make a new folder beside the output, and give it the output's name at the end, or delete it."""
     partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
     try:
         partial.mkdir(parents=True)  # never an existing one: it may be in use
@@ -146,7 +145,6 @@ def _adapter_of(layer: str, manifest: CheckpointManifest) -> tuple[str, str]:
 
 
 def _divide(groups: list[list[str]], sources: dict[str, _Source], shard_bytes: int) -> list[list[str]]:
-    """Divide names over files, in order, none above the size but for single large weights."""
     shards: list[list[str]] = []
     size = shard_bytes + 1
     for group in groups:
@@ -168,7 +166,6 @@ def _write_shards(
     partial: Path,
     on_shard: Callable[[int, int], None] | None,
 ) -> dict[str, list[str]]:
-    """Write one file after the other, and where there are several an index; return what each of them holds."""
     try:
         from safetensors import SafetensorError  # only exports need it
         from safetensors.torch import save_file

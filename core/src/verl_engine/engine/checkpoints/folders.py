@@ -1,8 +1,4 @@
-"""The folders of checkpoints on the disk: which are whole, and how one appears or goes in a single step. No torch.
-
-A folder gets its final name, ``step-00000012``, by a rename, when all in it is on the disk; what is being written or
-deleted has a hidden name. So a process that is killed at any moment leaves whole checkpoints and hidden remains.
-"""
+"""The folders of checkpoints: a step's gets its name by a rename when all in it is on the disk. Imports no torch."""
 
 import fcntl
 import operator

@@ -70,7 +70,6 @@ class CheckpointReader:
 
 
 def _is_optional(path: tuple[str | int, ...], saved: dict[str, Any]) -> bool:
-    """Whether something that a checkpoint lacks may be missing."""
     if path[0] in _MAY_BE_MISSING:
         return True
     if path[0] == "schedule":  # torch adds fields now and then; those that are there are enough

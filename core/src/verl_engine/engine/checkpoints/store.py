@@ -214,7 +214,6 @@ class CheckpointStore:
             self._ranks.close()
 
     def _begin(self, step: int, state_json: str) -> None:
-        """Make sure that all ranks save the same, and make the hidden folder."""
         doing = f"the checkpoint of step {step}"
         told = self._ranks.gather((step, state_json), doing)
         try:
@@ -252,7 +251,6 @@ class CheckpointStore:
             self._release()
 
     def _publish(self, job: _Job, writer: CheckpointWriter) -> None:
-        """Complete the folder and give it its name; on the first rank."""
         partial = folders.partial_folder(self.root, job.step)
         metadata = writer.finish()
         if self._model_folder is not None:
@@ -297,7 +295,6 @@ class CheckpointStore:
     def _opened(
         self, engine: Engine, state: dict[str, Any], step: int, doing: str
     ) -> tuple[CheckpointManifest, CheckpointReader]:
-        """Open a checkpoint and make sure, on every rank, that all of them can read it."""
         folder = folders.step_folder(self.root, step)
         with self._ranks.together(doing):
             manifest = CheckpointManifest.read(folder)

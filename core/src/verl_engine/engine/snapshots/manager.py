@@ -17,11 +17,7 @@ class Snapshots:
     def __init__(
         self, host: BackendHost, engine: Engine, memory: SnapshotKind = "private", limit_bytes: int | None = None
     ) -> None:
-        """Start without any; the last two are the config's ``snapshot_memory`` and ``snapshot_limit_bytes``.
-
-        Raises:
-            UnsupportedError: the backend has no snapshots.
-        """
+        """Start without any, as the config says of memory; an UnsupportedError where the backend has none."""
         host.require("snapshots")
         self._host = host
         self._engine = engine
@@ -61,10 +57,9 @@ class Snapshots:
 
     @contextmanager
     def swapped(self, tag: str) -> Iterator[None]:
-        """Use the weights of a tag inside; the former ones come back in any case.
+        """Use the weights of a tag inside; the former ones come back in any case, from memory that is kept.
 
-        Takes the memory of one more snapshot, and keeps it for the next time. A WeightsError where there is no room, or
-        inside another `swapped`.
+        A WeightsError where there is no room, or inside another `swapped`.
         """
         snapshot = self._get(tag)
         if self._is_swapped:
@@ -79,10 +74,7 @@ class Snapshots:
             self._put_back(current)
 
     def handle(self, tag: str) -> SnapshotHandle:
-        """Return what a `SnapshotReader` in another process needs; it stays right until the tag is dropped.
-
-        A WeightsError where snapshots are not in shared memory.
-        """
+        """Return what a `SnapshotReader` needs until the tag is dropped; a WeightsError without shared memory."""
         return self._get(tag).handle()
 
     def close(self) -> None:

@@ -1,9 +1,8 @@
 """Snapshots that other processes of the machine read without a copy.
 
 A file holds a header and two halves, each with room for all weights. The owner writes the half that does not hold the
-newest content, then names it the newest; so a reader always finds a whole one. It stays whole until the owner has saved
-once more and begins to save again, which the reader can see afterwards: with a lock, a slow reader would stop the
-training.
+newest content, then names it the newest. That stays whole until the owner has saved once more and begins to save again,
+which a reader can see afterwards: with a lock, a slow one would stop the training.
 """
 
 import mmap

@@ -74,13 +74,9 @@ def plan_buckets(
     dtype: torch.dtype | None = None,
     held: Mapping[str, torch.dtype] | None = None,
 ) -> list[WeightBucket]:
-    """Lay weights into buckets in order.
+    """Lay weights into buckets in order; one that is larger than a bucket gets one of its own size.
 
-    Args:
-        specs: what the engine exports.
-        bucket_bytes: size of a bucket; a larger single tensor gets a bucket of its own size.
-        dtype: floating-point weights are cast to it on the way; by default they keep their own.
-        held: by name, other dtypes than that which some are cast to; see `Engine.held_dtypes`.
+    Floating-point weights are cast to `dtype`, if it is given, but for those that are `held` in others.
     """
     plan: list[WeightBucket] = []
     entries: list[BucketEntry] = []

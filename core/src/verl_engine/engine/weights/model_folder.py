@@ -25,10 +25,8 @@ class ModelFolderWriter:
         self._files = ModelFiles.read(Path(source)) if source and is_first_rank() else ModelFiles({})
 
     def write(self, model: Any, weights: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
-        """Write a folder in the place of what is there; see `write_folder`.
+        """Write a folder in the place of what is there; see `write_folder`. The first rank copies all to the CPU.
 
-        The model has transformers' ``save_pretrained``; the first rank keeps a copy of all weights on the CPU
-        meanwhile.
         Collectives: those of taking the weights, then a broadcast.
         """
         state = kept_by_first_rank(weights)

@@ -129,7 +129,6 @@ def fields(bench: Bench) -> None:
 
 
 def _fields(ids: npt.NDArray[np.int64], random: np.random.Generator) -> dict[str, npt.NDArray[Any]]:
-    """Make fields that tell to which token a value belongs."""
     noise = random.integers(0, 100, (len(ids), 2, 3))
     return {"routed": noise + 100 * ids[:, None, None], "flags": ids % 2 == 1, "bytes": ids.astype(np.uint8)}
 
@@ -267,7 +266,6 @@ def without_overflow(
 
 
 def _equal_groups(num_groups: int) -> list[list[Sequence]]:
-    """Draw groups of equally many loss tokens."""
     random = np.random.default_rng(5)
     groups = []
     for _ in range(num_groups):
@@ -281,7 +279,6 @@ def _equal_groups(num_groups: int) -> list[list[Sequence]]:
 
 
 def _require_small_steps(bench: Bench, settings: dict[str, str], sequences: list[Sequence]) -> None:
-    """Three steps, each far below bfloat16's resolution, must show in the weights."""
     driver = bench.driver(**settings, learning_rate=1e-6, weight_decay=0.0)
     before = driver.weights()
     for _ in range(3):

@@ -33,9 +33,8 @@ class Bench:
     def model(self, kind: str = "plain") -> Path:
         """Return a tiny model's folder, written when it is first asked for.
 
-        Kinds are ``plain``, ``other`` (the same with other weights), ``tied``, ``dropout``, ``buffered``, ``absolute``
-        (with learnt absolute positions), ``experts`` (a mixture of them in each layer) and ``critic`` (it ends in a
-        value).
+        Kinds are ``plain``, ``other`` (with other weights), ``tied``, ``dropout``, ``buffered``, ``absolute`` (learnt
+        positions), ``experts`` (a mixture of them in each layer) and ``critic`` (it ends in a value).
         """
         if kind == "buffered":
             import verl_engine.testing.buffered_model  # noqa: F401 - registers the model's type, on every rank

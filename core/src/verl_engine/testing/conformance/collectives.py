@@ -31,7 +31,6 @@ class ReductionCounter(TorchDispatchMode):
 
 
 def _groups(args: tuple[Any, ...]) -> Iterator[set[int]]:
-    """Yield the ranks of each process group among an operation's arguments."""
     for argument in args:
         group: dist.ProcessGroup | None = None
         if isinstance(argument, torch.ScriptObject):

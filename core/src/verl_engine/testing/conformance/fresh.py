@@ -26,11 +26,8 @@ class FreshProcessError(AssertionError):
 def run_fresh(function: Callable[[Any], None], subject: Subject, folder: Path, timeout_s: float) -> None:
     """Call ``function(subject)`` in a new Python with this one's paths, in an empty folder.
 
-    The function is module-level, and its module imports nothing that it looks for. Python finds modules in the folder
-    it runs in first.
-    Raises:
-        FreshProcessError: it raised, died, or took too long and was killed.
-        SkipCheckError: it cannot show anything here.
+    The function is module-level, and its module imports nothing that it looks for. A FreshProcessError where it raised,
+    died, or took too long; a SkipCheckError where it cannot show anything here.
     """
     call = json.dumps(
         [function.__module__, function.__name__, subject.backend, dict(subject.settings), subject.distribution]

@@ -10,13 +10,7 @@ from verl_engine.testing.conformance.kit import ConformanceKit
 
 
 class EngineConformance:
-    """Every check of the kit, each as a test of its own.
-
-    Inherit from it in a test file of the backend's distribution, which must be installed:
-
-        class TestMine(EngineConformance):
-            backend = "mine"
-    """
+    """Every check of the kit, each as a test of its own; see this package's example."""
 
     backend: ClassVar[str]
     """Its name, as ``verl-engine backends`` lists it."""

@@ -99,7 +99,6 @@ def entropy_bonus(output: TokenOutput, batch: PackedBatch) -> tuple[torch.Tensor
 
 
 def _bonus_gradient(model: Any, sequences: list[Sequence], temperature: float, bonus: float) -> dict[str, torch.Tensor]:
-    """Return the gradient of `entropy_bonus` over a global batch, by the plain model."""
     num_tokens = sum(sequence.num_loss_tokens for sequence in sequences)
     for sequence in sequences:
         mask = torch.from_numpy(sequence.loss_mask)

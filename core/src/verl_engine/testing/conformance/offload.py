@@ -95,7 +95,6 @@ class _MovesGradients:
 
 
 def _two_trained(bench: Bench) -> tuple[Driver, Driver]:
-    """Return two engines alike, a step from the start: with optimizer state."""
     drivers = bench.driver(), bench.driver()
     for driver in drivers:
         driver.train(make_sequences(8, seed=0))

@@ -21,8 +21,6 @@ class LossFailedError(RuntimeError):
 
 
 class _FailingLoss:
-    """Raises in one micro-batch."""
-
     def __init__(self, fail_at: int) -> None:
         self._left = fail_at
 

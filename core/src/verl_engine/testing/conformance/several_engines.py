@@ -41,7 +41,6 @@ def in_turns(bench: Bench) -> None:
 
 
 def _turns(bench: Bench, **settings: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """Build an engine, and use it; pause after each."""
     build = bench.driver if settings.get("forward_only") else bench.probe
     built = build(**settings)
     is_critic = settings.get("head") == "value"
@@ -73,7 +72,6 @@ def closing(bench: Bench) -> None:
 
 
 def _start(bench: Bench, kind: str = "plain") -> EngineWorker:
-    """Start a worker in the process group that the ranks have."""
     config_class = BackendHost.load(bench.subject.backend).spec.config_class
     config = validate(config_class, bench.subject.section(), at="engine")
     worker = EngineWorker(config, bench.model(kind), bench.rank, bench.world_size)

@@ -80,7 +80,6 @@ def _with_ids(sequences: list[Sequence], vocab_size: int = 32) -> list[Sequence]
 
 
 def _gradient(model: Any, sequences: list[Sequence]) -> dict[str, torch.Tensor]:
-    """Return the gradient of `chosen_loss` over a global batch, by the plain model."""
     num_tokens = sum(sequence.num_loss_tokens for sequence in sequences)
     for sequence in sequences:
         logp_LV, mask = _place_log_probs(model, sequence), torch.from_numpy(sequence.loss_mask)

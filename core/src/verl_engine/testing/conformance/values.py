@@ -74,7 +74,6 @@ def sequence_values(model: Any, sequence: Sequence) -> torch.Tensor:
 
 
 def _require_values(bench: Bench, driver: Driver, folder: Path, whose: str) -> None:
-    """Compare an engine's values with those of the plain model of a folder."""
     model = load_reference(folder, CRITIC)
     labels = model.config.num_labels
     bench.require(labels == 1, f"{whose} model has {labels} labels; a value is one number")
@@ -90,7 +89,6 @@ def _require_values(bench: Bench, driver: Driver, folder: Path, whose: str) -> N
 
 
 def _reference_gradient(folder: Path, sequences: list[Sequence]) -> dict[str, torch.Tensor]:
-    """Return the gradient of `value_loss` over a global batch, computed in float64."""
     model = load_reference(folder, CRITIC).double()
     num_tokens = sum(sequence.num_loss_tokens for sequence in sequences)
     for sequence in sequences:

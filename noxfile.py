@@ -261,8 +261,8 @@ def outside(session: nox.Session) -> None:
     wheels = ("python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder))
     session.run(*wheels, "./core", "./examples/torchtitan_engine")
     [core], [engine] = (sorted(folder.glob(f"{name}-*.whl")) for name in ("verl_engine_core", "titan_engine"))
-    # Of what torchtitan asks for, its models import these two; the rest is for its trainer.
-    session.install("-c", CONSTRAINTS, TORCH, f"{core}[testing]", "tyro", "spmd_types==0.2.3")
+    # What torchtitan's models import: all else that it asks for is its trainer's; CPU builds of torch lack triton.
+    session.install("-c", CONSTRAINTS, TORCH, f"{core}[testing]", "tyro", "spmd_types==0.2.3", "triton")
     session.install("--no-deps", "torchtitan==0.3.0", str(engine))
     session.run("verl-engine", "check", "titan_engine", "--json", *session.posargs, env=ENVIRONMENT)
 

@@ -264,7 +264,8 @@ def outside(session: nox.Session) -> None:
     # What torchtitan's models import: all else that it asks for is its trainer's; CPU builds of torch lack triton.
     session.install("-c", CONSTRAINTS, TORCH, f"{core}[testing]", "tyro", "spmd_types==0.2.3", "triton")
     session.install("--no-deps", "torchtitan==0.3.0", str(engine))
-    session.run("verl-engine", "check", "titan_engine", "--json", *session.posargs, env=ENVIRONMENT)
+    # The first check waits for the import of torchtitan, which is slow.
+    session.run("verl-engine", "check", "titan_engine", "--json", "--timeout", "300", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session

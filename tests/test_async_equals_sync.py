@@ -121,7 +121,7 @@ def load(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("num_ranks", "num_workers", "reward"),
     [
-        (1, 1, "score"),
+        pytest.param(1, 1, "score", marks=pytest.mark.nightly),
         (2, 2, "score_in_any_order"),
         pytest.param(1, 2, "score_in_any_order", marks=pytest.mark.nightly),
         pytest.param(2, 1, "score_in_any_order", marks=pytest.mark.nightly),

@@ -32,7 +32,7 @@ PRELOADED: Final = [
 added before the first rank starts, such as an engine's module, comes too."""
 _GRACE_S: Final = 2.0
 """How long the other ranks may still report after a first failure: theirs may have come earlier."""
-_LOG_LINES: Final = 15
+_LOG_LINES: Final = 40
 _TIDY: Final = ()
 """Sent when all ranks have returned from a call: a group that one ended earlier might fail in its peer."""
 
@@ -220,6 +220,7 @@ def _serve(
     os.dup2(log, 1)  # what ranks print is shown when they fail; elsewhere it would spoil the caller's output
     os.dup2(log, 2)
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=False)
+    faulthandler.enable(log)
     start: RankState | _Failure
     try:
         if prepare is not None:

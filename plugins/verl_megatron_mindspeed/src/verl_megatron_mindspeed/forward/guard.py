@@ -24,6 +24,14 @@ class Guard:
         """Keep the first."""
         self.failure = self.failure or error
 
+    def take(self) -> Exception | None:
+        """Return what went wrong and forget it: the graph holds this guard, and the traceback holds the graph.
+
+        Python's collector cannot see through the graph, so both would stay in memory, with the model.
+        """
+        failure, self.failure = self.failure, None
+        return failure
+
     def run(
         self,
         compute: Callable[[torch.Tensor | None], torch.Tensor],
@@ -46,8 +54,8 @@ class Guard:
         except Exception as error:  # noqa: BLE001 - it is raised when all stages are through
             self.note(error)
         anchor = torch.zeros((), requires_grad=True) if given is None else given
-        stage = _Stage(self, inner, own, fake)
-        output: torch.Tensor = _Boundary.apply(anchor, stage)  # type: ignore[no-untyped-call]
+        stage = _Stage(self, inner, own)
+        output: torch.Tensor = _Boundary.apply(anchor, stage, fake)  # type: ignore[no-untyped-call]
         return output
 
 
@@ -58,12 +66,11 @@ class _Stage:
     guard: Guard
     inner: torch.Tensor | None
     own: torch.Tensor | None
-    fake: Callable[[], torch.Tensor]
 
-    def output(self) -> torch.Tensor:
+    def output(self, fake: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return the forward's output as a tensor of its own; Megatron frees its memory once it is sent."""
         if self.inner is None:
-            return self.fake()
+            return fake()
         with torch.no_grad():
             output: torch.Tensor = self.inner.new_empty(0).set_(self.inner)  # type: ignore[call-overload] # torch takes a tensor too
             if output.numel() > 1:  # a loss may be somebody else's too
@@ -85,13 +92,13 @@ class _Boundary(torch.autograd.Function):
     """Hands a stage's output on, and starts its backward."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, stage: _Stage) -> torch.Tensor:
+    def forward(ctx: Any, anchor: torch.Tensor, stage: _Stage, fake: Callable[[], torch.Tensor]) -> torch.Tensor:
         ctx.stage, ctx.shape = stage, anchor.shape
-        return stage.output()
+        return stage.output(fake)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         stage: _Stage = ctx.stage
         stage.backward(gradients[0])
         found = None if stage.own is None else stage.own.grad
-        return gradients[0].new_zeros(ctx.shape) if found is None else found, None
+        return gradients[0].new_zeros(ctx.shape) if found is None else found, None, None

@@ -66,7 +66,7 @@ class Schedule:
         with torch.no_grad():
             self._go(run, [batch], forward_only=True)
             if self._parallel.pipeline.size > 1:
-                agree(self._parallel, run.guard.failure)
+                agree(self._parallel, run.guard.take())
             output = TokenOutput.of(from_last_stage(numbers_TF.contiguous(), self._parallel), columns)
             return output if self._replay is None else replace(output, given_routed_experts=self._replay.found())
 
@@ -105,7 +105,7 @@ class Schedule:
         def finalize(*arguments: Any, **options: Any) -> None:
             nonlocal keys
             # Before anything is reduced: where a backward is missing, so are some of Megatron's reductions.
-            keys = agree(self._parallel, run.guard.failure, given.totals.keys)
+            keys = agree(self._parallel, run.guard.take(), given.totals.keys)
             training.gradients.finalize(*arguments, **options)
 
         with PipelineContexts(given, self._model.chunks) as contexts:

@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -84,12 +83,8 @@ class RankPool:
         self.is_worn = False
         """Whether a call left behind what cannot be put back, such as an ended process group: start others."""
         is_in_the_way = any(f"{name}.".startswith(f"{root}.") for name in PRELOADED for root in must_precede)
-        context: SpawnContext | ForkServerContext
-        if is_in_the_way:
-            context = multiprocessing.get_context("spawn")
-        else:
-            context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(list(PRELOADED))
+        context: Any = multiprocessing.get_context("spawn" if is_in_the_way else "forkserver")
+        context.set_forkserver_preload(list(PRELOADED))
         self._folder = tempfile.TemporaryDirectory(prefix="verl-engine-ranks-")
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []

@@ -25,10 +25,7 @@ class Guard:
         self.failure = self.failure or error
 
     def take(self) -> Exception | None:
-        """Return what went wrong and forget it: the graph holds this guard, and the traceback holds the graph.
-
-        Python's collector cannot see through the graph, so both would stay in memory, with the model.
-        """
+        """Return what went wrong, and forget it: a traceback holds the graph, and the graph this guard, forever."""
         failure, self.failure = self.failure, None
         return failure
 

@@ -23,7 +23,7 @@ def test_the_same_prompt_drawn_again_gives_other_samples() -> None:
 
 
 def test_seeds_are_reproducible_and_fit_a_torch_generator() -> None:
-    assert stream_seed(0, 0, 0) == 7896617691693857887
+    assert stream_seed(0, 0, 0) == 172567792699466427
     seeds = {stream_seed(seed, number, place) for seed in range(10) for number in range(10) for place in range(10)}
     assert len(seeds) == 1000
     assert all(0 <= seed < 2**63 for seed in seeds)

@@ -87,7 +87,10 @@ class RewardPool:
         """
         self.check_sources([sample.prompt.data_source])
         functions = [one for one in self._functions if one.config.scores(sample.prompt.data_source)]
-        found = await asyncio.gather(*(one.score(sample) for one in functions), return_exceptions=True)
+        if len(functions) == 1 and functions[0].config.function == EXACT_MATCH:  # nothing to wait for
+            found: list[Result | BaseException] = [await functions[0].score(sample)]
+        else:
+            found = await asyncio.gather(*(one.score(sample) for one in functions), return_exceptions=True)
         total, metrics, errors = 0.0, dict[str, float](), list[str]()
         for function, result in zip(functions, found, strict=True):
             if isinstance(result, RewardError) and self._config.on_error != "stop":

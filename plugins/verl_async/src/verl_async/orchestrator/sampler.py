@@ -104,11 +104,10 @@ class _Client:
     ) -> Generation:
         seed = self._draw.seed(self._sampler.seed, self._place, self._num_calls)
         self._num_calls += 1
-        sampling = replace(
-            self.sampling,
-            max_new_tokens=self.sampling.max_new_tokens if max_new_tokens is None else max_new_tokens,
-            stop_strings=stop_strings,
-        )
+        sampling = self.sampling  # one object for all requests travels once with them
+        if max_new_tokens is not None or stop_strings:
+            num_new = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
+            sampling = replace(sampling, max_new_tokens=num_new, stop_strings=stop_strings)
         key = self.sample_id if goes_on else ""
         return await self._lane.generate(GenerationRequest(tuple(token_ids), sampling, (seed,), affinity_key=key))
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Final
-
-import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -82,4 +81,4 @@ class ScoredGroup:
 
 def stream_seed(*numbers: int) -> int:
     """Derive a 63-bit seed from a few non-negative numbers, each combination its own."""
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    return int.from_bytes(blake2b("-".join(map(str, numbers)).encode(), digest_size=8).digest(), "little") >> 1

@@ -65,6 +65,8 @@ async def within(timeout_s: float, who: str, what: Awaitable[T]) -> T:
 
 async def together(*parts: Awaitable[T]) -> list[T]:
     """Await all parts at once; the first failure cancels the others, and is raised when they have ended."""
+    if len(parts) == 1:  # needs no task of its own
+        return [await parts[0]]
     tasks = [asyncio.ensure_future(part) for part in parts]
     try:
         return await asyncio.gather(*tasks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 import time
@@ -111,12 +112,14 @@ def ray_cluster(config: RayConfig, num_actors: int, token: Path) -> Iterator[Clu
         logs = ""
         try:
             cluster, logs = _undisturbed(thread, lambda: _connect(config, num_actors))
+            gc.freeze()  # what is imported stays: no collection need look through it
             with signals_as_interrupt():  # once more: Ray has put a handler of its own in place, which aborts
                 yield cluster
         except (ActorError, StuckError) as error:
             raise type(error)(f"{error}. What its processes printed is in {logs}, in files named *.err") from error
         finally:
             _undisturbed(thread, ray.shutdown)
+            gc.unfreeze()
 
 
 def _connect(config: RayConfig, num_actors: int) -> tuple[Cluster, str]:

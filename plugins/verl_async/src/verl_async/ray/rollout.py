@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
@@ -39,6 +40,8 @@ _CONTROL: Final = "control"
 """The concurrency group of calls that must be heard however many requests are on their way."""
 _CONTROL_CALLS: Final = 8
 """Of them at once: pauses that wait must not keep others from being heard."""
+_MOST_AT_ONCE: Final = 128
+"""Completions that travel together: the driver hears other answers, such as that of a pause, between two lots."""
 
 
 class RolloutActor:
@@ -54,6 +57,7 @@ class RolloutActor:
     async def start(self) -> str:
         """Load the engine by name and its model; return this node's id."""
         self._engine = await asyncio.to_thread(self._load)
+        gc.freeze()  # what is there by now stays; see `verl_async.ray.cluster`
         return str(ray.get_runtime_context().get_node_id())
 
     def _load(self) -> RolloutEngine:
@@ -66,9 +70,9 @@ class RolloutActor:
         self._engine.submit(requests, self._done.put, sealed=sealed)
 
     async def collect(self) -> list[tuple[str, int, Generation, EngineError | None]]:
-        """Wait for a completion, and return all that there are: the request's id in place of the request."""
+        """Wait for a completion, and return what there is: the request's id in place of the request."""
         found = [await asyncio.to_thread(self._done.get)]
-        while not self._done.empty():
+        while not self._done.empty() and len(found) < _MOST_AT_ONCE:
             found.append(self._done.get())
         return [(one.request.request_id, one.index, one.generation, one.error) for one in found]
 

@@ -53,6 +53,10 @@ def distil(rank: int, folder: Path, settings: dict[str, Any], sequences: list[Se
     beyond = Sequence(np.array([1, V]), np.array([False, True]))
     with pytest.raises(BatchError, match=f"token id {V} is beyond the model's vocabulary of {V}"):
         worker.infer_outputs([[beyond]], ("log_probs",))
+    own = [beyond] if share.rank == 0 else [sequences[0]]
+    reason = f"token id {V} is beyond" if own[0] is beyond else f"1 of {share.size} ranks refuse their micro-batches"
+    with pytest.raises(BatchError, match=reason):  # on every rank: none waits for the one that refuses
+        worker.train_batch([own], page["divergence"])
     report = worker.train_batch(taught, page["divergence"])
     return {"taught": taught[0], "report": report}
 

@@ -4,14 +4,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from verl_engine.batch.packed import PackedBatch
 from verl_engine.contract.choices import require_choice
-from verl_engine.contract.errors import BatchError, ConfigError, UnsupportedError
+from verl_engine.contract.errors import BatchError, ConfigError, EngineError, UnsupportedError
 from verl_engine.contract.optimizer_step import OptimizerStep
 from verl_engine.engine.base import Engine, LossFn
 from verl_engine.engine.micro_batch_pass import MicroBatchPass
@@ -62,9 +62,9 @@ def train_step(
         learning_rate: of this step, used as it is; by default the schedule's.
     Raises:
         ConfigError: the learning rate is no number of 0 or more, or the normaliser none above 0.
-        BatchError: the ranks bring different numbers of micro-batches, no token is in the loss, or an id is beyond the
-            vocabulary.
-        UnsupportedError: sequences bring what `require_usable` refuses.
+        BatchError: the ranks bring different numbers of micro-batches, no token is in the loss, or other ranks refuse
+            theirs.
+        EngineError: `require_usable` refuses this rank's.
         Exception: whatever the model or the loss raises; the gradient is forgotten first, so the next step is right.
     Collectives: the backend's, and over the data-parallel group an all-reduce of counts and one or two of results.
     """
@@ -73,14 +73,13 @@ def train_step(
     given: object = normalizer  # whatever its annotation says
     if not isinstance(given, Real) or not 0 < float(given) < math.inf:
         require_choice("normalizer", given, _Counted, or_else=", or a number above 0")
-    require_usable(host, engine, micro_batches)
-    counts = _count(engine, micro_batches, normalizer)
+    num_loss_tokens, num_tokens, denominator = _count(host, engine, micro_batches, normalizer)
     engine.set_training(True)
     run = MicroBatchPass(
         micro_batches,
         loss_fn,
         lambda is_last: host.gradient_sync(engine, is_last),
-        loss_scale=engine.gradient_divisor / counts.normalizer,
+        loss_scale=engine.gradient_divisor / denominator,
         temperature=temperature,
     )
     try:
@@ -91,12 +90,12 @@ def train_step(
     step = host.optimizer_step(engine, learning_rate)
     if step.applied:
         engine.note_weights_changed()
-    loss, metrics = run.totals.reduced(engine.data_parallel, counts.normalizer)
+    loss, metrics = run.totals.reduced(engine.data_parallel, denominator)
     return StepReport(
         loss=loss,
         metrics=metrics,
-        num_loss_tokens=counts.loss_tokens,
-        num_tokens=counts.tokens,
+        num_loss_tokens=num_loss_tokens,
+        num_tokens=num_tokens,
         num_micro_batches=len(micro_batches),
         optimizer=step,
     )
@@ -127,17 +126,18 @@ def require_usable(host: BackendHost, engine: Engine, micro_batches: Sequence[Pa
         )
 
 
-class _Counts(NamedTuple):
-    loss_tokens: int
-    tokens: int
-    normalizer: float
-
-
-def _count(engine: Engine, micro_batches: Sequence[PackedBatch], normalizer: Normalizer) -> _Counts:
-    """Count loss tokens and tokens over all ranks, and check that the ranks bring equally many micro-batches.
+def _count(
+    host: BackendHost, engine: Engine, micro_batches: Sequence[PackedBatch], normalizer: Normalizer
+) -> tuple[int, int, float]:
+    """Return loss tokens, tokens and normaliser over all ranks, of which none may refuse, and all bring equally many.
 
     Else they would wait for each other forever; n * sum of squares = square of the sum holds only where all are equal.
     """
+    refusal = None
+    try:
+        require_usable(host, engine, micro_batches)
+    except EngineError as error:
+        refusal = error
     own = len(micro_batches)
     by_sequences = normalizer == "sequences"
     local = [
@@ -146,21 +146,21 @@ def _count(engine: Engine, micro_batches: Sequence[PackedBatch], normalizer: Nor
         sum(batch.num_loss_sequences for batch in micro_batches) if by_sequences else 0,
         own,
         own * own,
+        refusal is not None,
     ]
     counts = torch.tensor(local, dtype=torch.int64, device=engine.device.torch_device)
     size, rank = engine.data_parallel.size, engine.data_parallel.rank
     if size > 1:
         dist.all_reduce(counts, group=engine.data_parallel.group)
-    num_loss_tokens, num_tokens, num_sequences, total, squares = counts.tolist()
+    num_loss_tokens, num_tokens, num_sequences, total, squares, num_refusals = counts.tolist()
+    if num_refusals:
+        raise refusal or BatchError(f"{num_refusals} of {size} ranks refuse their micro-batches; their errors say why")
     if size * squares != total * total or own == 0:
         raise BatchError(
             f"rank {rank} brings {own} micro-batches, all {size} ranks together {total}; every rank must bring the "
             "same number, at least one (plan_micro_batches makes such a division)"
         )
     if num_loss_tokens == 0:
-        raise BatchError(
-            "no token of the global batch is in the loss (loss_mask is False everywhere); nothing to learn"
-        )
-    if not isinstance(normalizer, str):
-        return _Counts(num_loss_tokens, num_tokens, normalizer)
-    return _Counts(num_loss_tokens, num_tokens, num_sequences if by_sequences else num_loss_tokens)
+        raise BatchError("no token of the global batch is in the loss (loss_mask is False everywhere)")
+    counted = num_sequences if by_sequences else num_loss_tokens
+    return num_loss_tokens, num_tokens, counted if isinstance(normalizer, str) else normalizer

@@ -8,6 +8,7 @@ depends only on what is already written: ``47+85=`` is answered by ``231``. File
     FOLDER/train.parquet   prompts with their answers, for `verl-engine train`
     FOLDER/eval.jsonl      held-out prompts, which no other file holds
     FOLDER/sft.parquet     the training prompts as prompt and response, for `verl-engine sft`
+    FOLDER/calls.parquet   the same prompts with a call of the calculator as response, for examples/calculator_sft.yaml
     FOLDER/model           a Qwen3 of 0.4 million parameters with random weights, and a tokenizer of single characters
 """
 
@@ -39,6 +40,7 @@ def main() -> None:
     train, held_out = split_sums(arguments.seed)
     pq.write_table(pa.Table.from_pylist([prompt_row(a, b) for a, b in train]), folder / "train.parquet")
     pq.write_table(pa.Table.from_pylist([example_row(a, b) for a, b in train]), folder / "sft.parquet")
+    pq.write_table(pa.Table.from_pylist([call_row(a, b) for a, b in train]), folder / "calls.parquet")
     lines = (json.dumps(prompt_row(a, b)) for a, b in held_out)
     (folder / "eval.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     save_model(folder / "model", arguments.seed)
@@ -76,6 +78,11 @@ def prompt_row(a: int, b: int) -> dict[str, Any]:
 def example_row(a: int, b: int) -> dict[str, str]:
     """Return a supervised example."""
     return {"prompt": question(a, b), "response": answer(a, b)}
+
+
+def call_row(a: int, b: int) -> dict[str, str]:
+    """Return a supervised example of a call: the sum once more, and what the calculator writes behind it."""
+    return {"prompt": question(a, b), "response": f"{question(a, b)}{a + b}"}
 
 
 def save_model(folder: Path, seed: int) -> None:

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from examples import addition_data, chain_sum_data
+from examples.calculator import solved
 from examples.chain_sum_check import read_losses
 from examples.chain_sum_reward import score
 from tests.repository import ROOT, run_python
@@ -173,6 +174,16 @@ def test_sums_are_written_back_to_front() -> None:
     assert addition_data.prompt_row(7, 85)["prompt"] == "07+85="
     assert addition_data.prompt_row(7, 85)["reward_model"]["ground_truth"] == "29"
     assert addition_data.example_row(47, 85) == {"prompt": "47+85=", "response": "231"}
+
+
+def test_the_calculator_pays_for_the_answer_and_for_the_right_call() -> None:
+    call = addition_data.call_row(47, 85)["response"]
+    row = addition_data.prompt_row(47, 85)
+    paid = {
+        text: solved("", text, row["reward_model"]["ground_truth"], row["extra_info"])
+        for text in (call, "231", "132", "47+84=131")
+    }
+    assert paid == {"47+85=132": 1.0, "231": 1.0, "132": 0.0, "47+84=131": 0.0}
 
 
 def test_a_seed_gives_one_split() -> None:

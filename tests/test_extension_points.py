@@ -50,7 +50,7 @@ def test_a_job_with_the_advantage_the_loss_and_the_environment_of_the_page(
     assert all(step["entropy"] > 0 for step in steps)
     config = yaml.safe_load((ended.output / "config.yaml").read_text(encoding="utf-8"))
     assert config["algorithm"]["loss_config"] == {"bound": 0.25}
-    assert config["rollout"]["workflow_config"]["step_timeout_s"] == 60.0
+    assert config["rollout"]["workflow_config"]["max_turns"] == 3
 
 
 @pytest.mark.dist

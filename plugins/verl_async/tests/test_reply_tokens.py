@@ -39,3 +39,13 @@ def test_what_the_template_does_not_take_is_an_error() -> None:
         written([{"role": "system", "content": "5"}], "=")
     with pytest.raises(ModelError, match="leaves out the model's turn"):
         written(TOOL, "=", "{{ messages[-1].content }}")
+
+
+@pytest.mark.parametrize("where", ["loop.last", "m.role != 'assistant'"])
+def test_a_turn_that_the_template_leaves_open_before_a_reply_is_an_error(where: str) -> None:
+    """Nothing closes the turn, or only the reply has the token: what follows would begin in the wrong place."""
+    end = f"{{% if {where} or loop.last %}}<|end|>{{% endif %}}"
+    template = "{% for m in messages %}{{ m.content }}" + end + "{% endfor %}"
+    with pytest.raises(ModelError, match=r"does not end the model's turn in '<\|end\|>' where a reply follows"):
+        written(TOOL, "<|end|>", template)
+    assert written(TOOL, "=", template)[0] == "5"

@@ -31,13 +31,15 @@ _HERE = "plugins.verl_async.tests.test_workflows"
 class CountingLane:
     """Answers a context with the tokens counted up from its last one."""
 
-    def __init__(self, num_tokens: int = 2) -> None:
+    def __init__(self, num_tokens: int = 2, delay_s: float = 0.0) -> None:
         self.num_tokens = num_tokens
+        self.delay_s = delay_s
         self.requests: list[GenerationRequest] = []
         self.num_closed = 0
 
     async def generate(self, request: GenerationRequest) -> Generation:
         self.requests.append(request)
+        await asyncio.sleep(self.delay_s)
         number = min(self.num_tokens, request.sampling.max_new_tokens)
         tokens = [request.prompt_ids[-1] + 1 + place for place in range(number)]
         reason = "stop" if number == self.num_tokens else "length"
@@ -52,7 +54,6 @@ class Echo:
 
     class Config(StrictModel):
         bound: int = 1000
-        delay_s: float = 0.0
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -61,9 +62,32 @@ class Echo:
         self.row = prompt.index
 
     async def step(self, response: str) -> str | None:
-        await asyncio.sleep(self.config.delay_s)
         last = int(response.rsplit(maxsplit=1)[-1])
         return None if last > self.config.bound else str(2 * last)
+
+
+class Hanging:
+    """A workflow and an environment that waits for ever in one of its calls."""
+
+    class Config(StrictModel):
+        where: str
+
+    def __init__(self, config: Config) -> None:
+        self.where = config.where
+
+    async def wait(self, where: str) -> None:
+        await asyncio.sleep(60 if self.where == where else 0)
+
+    async def run(self, _: Prompt, token_ids: tuple[int, ...], client: WorkflowClient) -> list[Trajectory]:
+        await client.generate(token_ids)
+        await self.wait("run")
+        return [Trajectory((await client.generate(token_ids),))]
+
+    async def reset(self, _: Prompt) -> None:
+        await self.wait("reset")
+
+    async def step(self, _: str) -> None:
+        await self.wait("step")
 
 
 class TwoTries:
@@ -90,8 +114,11 @@ def multi_turn(**settings: Any) -> Workflow:
     return made
 
 
-def run(workflow: Workflow, lane: CountingLane, max_new_tokens: int = 100, num_samples: int = 1) -> ScoredGroup:
-    sampler = Sampler(workflow, make_scorer(len), SamplingParams(max_new_tokens, stop_token_ids=(7,)), 3)
+def run(
+    workflow: Workflow, lane: CountingLane, max_new_tokens: int = 100, num_samples: int = 1, timeout_s: float = 60.0
+) -> ScoredGroup:
+    sampling = SamplingParams(max_new_tokens, stop_token_ids=(7,))
+    sampler = Sampler(workflow, make_scorer(len), sampling, 3, timeout_s=timeout_s)
     return asyncio.run(sampler.group(Draw(5, encoded_prompts(1)[0]), [lane] * num_samples))
 
 
@@ -159,12 +186,21 @@ def test_a_conversation_ends_where_its_limits_are(
     assert len(found.token_ids) <= max_new_tokens
 
 
-def test_an_environment_that_hangs_is_named_with_the_sample() -> None:
-    workflow = multi_turn(environment_config={"delay_s": 60.0}, step_timeout_s=0.05)
+@pytest.mark.parametrize("where", ["run", "reset", "step"])
+def test_a_workflow_or_environment_that_hangs_is_named_with_the_sample(where: str) -> None:
+    settings = {"where": where}
+    own = load_workflow(RolloutConfig(workflow=f"{_HERE}:Hanging", workflow_config=settings)).made
+    workflow = own if where == "run" else multi_turn(environment=f"{_HERE}:Hanging", environment_config=settings)
     lane = CountingLane()
-    with pytest.raises(StuckError, match=r"test_workflows:Echo: step did not reply in sample 5-0 within 0\.05 s"):
-        run(workflow, lane)
+    message = r"sample 5-0 \(prompt row 0\) did not go on within 0\.05 s \(rollout\.workflow_timeout_s\)"
+    with pytest.raises(StuckError, match=message):
+        run(workflow, lane, timeout_s=0.05)
     assert lane.num_closed == 1
+
+
+def test_the_limit_of_a_workflow_does_not_count_turns_of_the_model() -> None:
+    [found] = run(multi_turn(max_turns=2), CountingLane(delay_s=0.3), timeout_s=0.25).trajectories
+    assert found.token_ids == [11, 12, 24, 25, 26]
 
 
 def test_a_sample_may_become_several_trajectories() -> None:

@@ -59,6 +59,9 @@ class RolloutConfig(StrictModel):
     environment of yours, such as a tool; or ``module:attribute`` of a workflow of your own."""
     workflow_config: dict[str, Any] = Field(default_factory=dict)
     """Settings for the ``Config`` of the workflow, where that has one."""
+    workflow_timeout_s: float = Field(default=60.0, gt=0, le=LONGEST_S)
+    """For what a workflow, or its environment, waits for in one sample between two turns of the model; then the job
+    ends and names the sample. Turns of the model do not count."""
     max_batch_prompts: Ranks = 64
     """Prompts that one worker has room for at a time (times ``n`` sequences)."""
     deterministic: bool = False

@@ -31,7 +31,8 @@ def reply_tokens(
             again.
         settings: arguments for the chat template.
     Raises:
-        ModelError: the template does not take the messages, or writes the turn before them otherwise.
+        ModelError: the template does not take the messages, or writes the turn before them otherwise,
+            or does not end it as it ends the last turn of a chat.
     """
     if isinstance(reply, str):
         before, behind = _TURN, reply
@@ -48,7 +49,9 @@ def reply_tokens(
         closing = end_of_turn(tokenizer)
         if closing is not None and last_token == closing:
             mark = str(tokenizer.convert_ids_to_tokens(closing))
-            start = behind.find(mark) + len(mark)
-            before, behind = before + behind[:start], behind[start:]
+            space, found, rest = behind.partition(mark)
+            if not found or space.strip():  # else the mark may be one behind the reply
+                raise ModelError(f"the chat template does not end the model's turn in {mark!r} where a reply follows")
+            before, behind = before + space + mark, rest
     before_ids = text_ids(tokenizer, before, special_tokens=False)
     return tuple(ids_behind(tokenizer, before, before_ids, behind, special_tokens=False))

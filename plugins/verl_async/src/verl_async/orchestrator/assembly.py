@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from verl_async.orchestrator.scoring import Scorer
     from verl_async.orchestrator.timeline import Timeline
     from verl_async.orchestrator.workflow import Workflow
+    from verl_async.rollout.interface import SamplingParams
     from verl_engine.batch import sequence
 
 
@@ -74,7 +75,7 @@ def assemble_training(
         source=source,
         budget=budget,
         queue=queue,
-        sampler=Sampler(_workflow(job), scorer, texts.sampling(job.rollout), job.data.seed, texts.chat_settings),
+        sampler=_sampler(job, texts, scorer, texts.sampling(job.rollout), job.data.seed),
         config=job.rollout,
         put_timeout_s=_longest_step_s(job, algorithm, len(held_out)),
     )
@@ -130,9 +131,9 @@ def _workers(job: TrainJob | SftJob, actors: Actors, watchers: Watchers) -> list
     return [RolloutWorker(client, watchers.timeline, job.rollout.timeout_s) for client in actors.rollouts]
 
 
-def _workflow(job: TrainJob | SftJob) -> Workflow:
+def _sampler(job: TrainJob | SftJob, texts: ModelTexts, scorer: Scorer, sampling: SamplingParams, seed: int) -> Sampler:
     workflow: Workflow = load_workflow(job.rollout).made
-    return workflow
+    return Sampler(workflow, scorer, sampling, seed, texts.chat_settings, job.rollout.workflow_timeout_s)
 
 
 def _longest_step_s(job: TrainJob, algorithm: Algorithm, num_held_out: int) -> float:
@@ -144,7 +145,8 @@ def _longest_step_s(job: TrainJob, algorithm: Algorithm, num_held_out: int) -> f
     num_answers = -(-num_held_out // job.rollout.num_workers)
     num_batches = -(-num_answers // (job.rollout.max_batch_prompts * job.rollout.n))
     # One batch more: training prompts are answered beside.
-    evaluation_s = (num_batches + 1) * job.rollout.timeout_s + job.reward.longest_s(num_held_out)
+    evaluation_s = (num_batches + 1) * (job.rollout.timeout_s + job.rollout.workflow_timeout_s)
+    evaluation_s += job.reward.longest_s(num_held_out)
     return num_calls * job.trainer.timeout_s + sync_s + evaluation_s
 
 
@@ -174,9 +176,7 @@ def _evaluation(
     return Evaluation(
         prompts=held_out,
         workers=workers,
-        sampler=Sampler(
-            _workflow(job), scorer, texts.sampling(job.rollout, job.evaluation.temperature), SEED, texts.chat_settings
-        ),
+        sampler=_sampler(job, texts, scorer, texts.sampling(job.rollout, job.evaluation.temperature), SEED),
         timeline=watchers.timeline,
         listener=watchers.listener,
         config=job.evaluation,

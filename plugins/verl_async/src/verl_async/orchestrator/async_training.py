@@ -79,9 +79,10 @@ class AsyncTraining:
     async def _collect(self, count: int) -> list[ScoredGroup]:
         """Take groups from the queue, in the order in which their prompts were drawn."""
         with self.timeline.span("trainer", "wait for samples"):
-            # Each worker finishes a sample within its limit, and all that it may have are scored at once.
+            # Each worker and each workflow goes on within its limit, and all samples that they have are scored at once.
             num_scored = self.job.rollout.n * self.job.rollout.max_batch_prompts * len(self.workers)
-            timeout_s = self.job.rollout.timeout_s + self.job.reward.longest_s(num_scored)
+            rollout = self.job.rollout
+            timeout_s = rollout.timeout_s + rollout.workflow_timeout_s + self.job.reward.longest_s(num_scored)
             groups = await self.queue.take(count, timeout_s)
         self.budget.trained(count)
         return sorted(groups, key=lambda group: group.draw.number)

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from pydantic import Field
 
-from verl_async.orchestrator.waiting import within
 from verl_async.orchestrator.workflow import Trajectory
 from verl_async.references import load_reference, make, split_reference
-from verl_async.reward_config import LONGEST_S
 from verl_engine.contract.bounded import Count
 from verl_engine.contract.errors import ConfigError
 from verl_engine.contract.strict_model import StrictModel
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
     from verl_async.data.prompts import Prompt
     from verl_async.orchestrator.workflow import WorkflowClient
     from verl_async.rollout.interface import Generation
@@ -27,8 +27,8 @@ _AT = "rollout.workflow_config.environment"
 class Environment(Protocol):
     """What the model talks to; an object for each sample. Runs in the job's own process, so it must not block."""
 
-    def reset(self, prompt: Prompt) -> None:
-        """Begin a conversation."""
+    def reset(self, prompt: Prompt) -> Awaitable[None] | None:
+        """Begin a conversation; async where that has to wait for anything."""
 
     async def step(self, response: str) -> str | list[dict[str, Any]] | None:
         """Reply to a turn of the model.
@@ -52,8 +52,6 @@ class MultiTurnConfig(StrictModel):
     """Of the model."""
     stop_strings: tuple[str, ...] = ()
     """Texts that end a turn of the model, such as what closes a call of a tool; its end of text does too."""
-    step_timeout_s: float = Field(default=60.0, gt=0, le=LONGEST_S)
-    """For one call of ``step``; then the job ends and names the sample."""
 
 
 class MultiTurn:
@@ -84,7 +82,8 @@ class MultiTurn:
     async def run(self, prompt: Prompt, token_ids: tuple[int, ...], client: WorkflowClient) -> list[Trajectory]:
         """Have one conversation."""
         environment = cast("Environment", self._make())
-        environment.reset(prompt)
+        if inspect.isawaitable(waited := environment.reset(prompt)):
+            await waited
         context = list(token_ids)
         turns: list[Generation | tuple[int, ...]] = []
         num_left = client.sampling.max_new_tokens
@@ -95,11 +94,7 @@ class MultiTurn:
             num_left -= len(found.token_ids)
             if found.finish_reason == "length" or turn == self._config.max_turns - 1:
                 break
-            reply = await within(
-                self._config.step_timeout_s,
-                f"{self._config.environment}: step did not reply in sample {client.sample_id}",
-                environment.step(client.text(found.token_ids)),
-            )
+            reply = await environment.step(client.text(found.token_ids))
             if reply is None:
                 break
             tokens = client.reply_tokens(reply, found)

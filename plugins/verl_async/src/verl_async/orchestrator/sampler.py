@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -14,7 +15,7 @@ from verl_async.orchestrator.scoring import finished_group
 from verl_async.orchestrator.waiting import together
 from verl_async.orchestrator.workflow import Trajectory
 from verl_async.rollout.interface import GenerationRequest
-from verl_engine.contract.errors import EngineError
+from verl_engine.contract.errors import EngineError, StuckError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,6 +38,8 @@ class Sampler:
     seed: int
     chat_settings: Mapping[str, Any] = field(default_factory=lambda: NO_SETTINGS)
     """Arguments for the chat template."""
+    timeout_s: float = 60.0
+    """Of ``rollout.workflow_timeout_s``."""
 
     async def group(self, draw: Draw, lanes: Sequence[Lane]) -> ScoredGroup:
         """Return the group when its last trajectory is scored.
@@ -46,6 +49,7 @@ class Sampler:
             lanes: one for each sample; closed when it is generated.
         Raises:
             WorkflowError: the workflow raised, or returned no trajectories; names the sample.
+            StuckError: it waited too long for something else than the model; names the sample.
             EngineError: a worker failed, or a sample could not be scored.
         """
         samples = await together(*(self._sample(draw, place, lane) for place, lane in enumerate(lanes)))
@@ -65,10 +69,16 @@ class Sampler:
     async def _run(self, draw: Draw, client: _Client) -> list[Trajectory]:
         where = f"rollout.workflow: sample {client.sample_id} (prompt {draw.encoded.prompt.row})"
         try:
-            found: object = await self.workflow.run(draw.encoded.prompt, draw.encoded.token_ids, client)
+            async with client.limit:
+                found: object = await self.workflow.run(draw.encoded.prompt, draw.encoded.token_ids, client)
         except EngineError:
             raise
         except Exception as error:
+            if client.limit.expired():
+                raise StuckError(
+                    f"{where} did not go on within {self.timeout_s:g} s (rollout.workflow_timeout_s), while it waited "
+                    "for no turn of the model"
+                ) from error
             raise WorkflowError(f"{where} raised {type(error).__name__}: {error}") from error
         trajectories = list(found) if isinstance(found, Sequence) else []
         if not trajectories or not all(isinstance(one, Trajectory) and one.weight_versions for one in trajectories):
@@ -89,6 +99,8 @@ class _Client:
         self._place = place
         self._lane = lane
         self._num_calls = 0
+        self.limit = asyncio.timeout(sampler.timeout_s)
+        """Of what the workflow waits for between two calls of `generate`."""
 
     @property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
@@ -109,7 +121,11 @@ class _Client:
             num_new = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
             sampling = replace(sampling, max_new_tokens=num_new, stop_strings=stop_strings)
         key = self.sample_id if goes_on else ""
-        return await self._lane.generate(GenerationRequest(tuple(token_ids), sampling, (seed,), affinity_key=key))
+        request = GenerationRequest(tuple(token_ids), sampling, (seed,), affinity_key=key)
+        self.limit.reschedule(None)  # the worker has a limit of its own
+        generation = await self._lane.generate(request)
+        self.limit.reschedule(asyncio.get_running_loop().time() + self._sampler.timeout_s)
+        return generation
 
     def text(self, token_ids: Sequence[int]) -> str:
         return decode_response(self._tokenizer, list(token_ids))

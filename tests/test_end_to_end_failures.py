@@ -23,10 +23,11 @@ LONG = "trainer.num_steps=100000"
 
 
 @pytest.mark.fault(15)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        pytest.param("fail_later", "raised LookupError: the judge has left", marks=pytest.mark.nightly),
+        ("fail_later", "raised LookupError: the judge has left"),
         ("exit_later", "ended the process that scores: it ended with exit status 0"),
     ],
 )

@@ -23,8 +23,9 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
 @pytest.mark.fault(19)
-def test_ctrl_c_saves_the_model_as_it_is(task: Task, tmp_path: Path) -> None:
-    settings = ("trainer.num_steps=100000", "trainer.num_ranks=2", "async_training.staleness_threshold=1")
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_ctrl_c_saves_the_model_as_it_is(task: Task, tmp_path: Path, num_ranks: int) -> None:
+    settings = ("trainer.num_steps=100000", f"trainer.num_ranks={num_ranks}", "async_training.staleness_threshold=1")
     with Job("train", task.train, tmp_path / "out", settings) as job:
         job.wait_for_steps(2)
         check_nobody_else_gets_in(job)

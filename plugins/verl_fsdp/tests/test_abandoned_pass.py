@@ -40,9 +40,9 @@ def errors_after_abandoning(rank: int, folder: Path, setting: dict[str, Any]) ->
             for where in ("register_forward_pre_hook", "register_full_backward_hook"):
                 hook = getattr(layer.mlp.up_proj, where)(abandon)
                 with pytest.raises(AbandonedError):
-                    driver.step(driver.share(make_sequences(12, seed=1), 2))
+                    driver.step(driver.micro_batches(make_sequences(12, seed=1), 2))
                 hook.remove()
-                driver.step(driver.share(sequences, 2))
+                driver.step(driver.micro_batches(sequences, 2))
                 errors[f"layer {number}, {where}"] = relative_error(found.pop(), expected)
     return errors
 

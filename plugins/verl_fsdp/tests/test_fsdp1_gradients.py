@@ -81,9 +81,9 @@ def gradient_error(rank: int, folder: Path, settings: dict[str, Any], num_ranks:
     sequences = make_sequences(NUM_SEQUENCES)
     expected = plain_gradient(folder, sequences)
     found = look_instead_of_stepping(engine)
-    driver.step(driver.share(make_sequences(NUM_SEQUENCES, seed=1), 2))
+    driver.step(driver.micro_batches(make_sequences(NUM_SEQUENCES, seed=1), 2))
     driver.infer(make_sequences(3))
-    report = driver.step(driver.share(sequences, 3))
+    report = driver.step(driver.micro_batches(sequences, 3))
     norm = torch.stack([gradient.square().sum() for gradient in expected.values()]).sum().sqrt()
     return relative_error(found[-1], expected), abs(report.optimizer.grad_norm / float(norm) - 1)
 
@@ -142,7 +142,7 @@ def accumulated_and_summed(rank: int, folder: Path, settings: dict[str, Any], nu
     driver, engine = build(rank, folder, settings, num_ranks)
     batches = [
         PackedBatch.from_sequences(sequences, engine.device.torch_device)
-        for sequences in driver.share(make_sequences(16), 4)
+        for sequences in driver.micro_batches(make_sequences(16), 4)
     ]
     engine.set_training(True)
     engine.forward_backward(MicroBatchPass(batches, weighted_loss, engine.gradient_sync, loss_scale=LOSS_SCALE))
@@ -176,7 +176,7 @@ def reductions(rank: int, folder: Path, settings: dict[str, Any]) -> list[int]:
     counts = []
     for num_micro_batches in (1, 4):
         with ReductionCounter(engine.data_parallel.group) as counter:
-            driver.step(driver.share(make_sequences(NUM_SEQUENCES), num_micro_batches))
+            driver.step(driver.micro_batches(make_sequences(NUM_SEQUENCES), num_micro_batches))
         counts.append(counter.count)
     return counts
 
@@ -209,7 +209,7 @@ def step_poisoned(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[St
     driver, engine = build(rank, folder, settings)
     driver.train(make_sequences(8))
     before = driver.weights()
-    report = driver.step(driver.share(make_sequences(8, seed=1)), Poisoned(1))
+    report = driver.step(driver.micro_batches(make_sequences(8, seed=1)), Poisoned(1))
     has_gradient = any(unit.handle.flat_param.grad is not None for unit in units_of(engine))
     return report, differences(driver.weights(), before), has_gradient
 

@@ -47,7 +47,7 @@ def gradient_after_two_steps(rank: int, folder: Path, settings: dict[str, Any]) 
         driver.train(make_sequences(8, seed=seed))
     engine = cast("ShardedEngine", driver.engine)
     (found,) = [look_instead_of_stepping(engine)]
-    driver.step(driver.share(make_sequences(12, seed=2), 3))
+    driver.step(driver.micro_batches(make_sequences(12, seed=2), 3))
     return found[0]
 
 

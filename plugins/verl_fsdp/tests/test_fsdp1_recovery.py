@@ -93,12 +93,12 @@ def errors_after_abandoning(rank: int, folder: Path, num_ranks: int, setting: di
         for at in (0, 1, 2):
             hooks = interrupt(engine, where, at)
             with pytest.raises(AbandonedError):
-                driver.step(driver.share(make_sequences(NUM_SEQUENCES, seed=1), 3), Abandoning(where, at))
+                driver.step(driver.micro_batches(make_sequences(NUM_SEQUENCES, seed=1), 3), Abandoning(where, at))
             for hook in hooks:
                 hook.remove()
             nothing_left(engine)
             for num_micro_batches in (1, 3):  # what was left switched off shows in a single one
-                driver.step(driver.share(sequences, num_micro_batches))
+                driver.step(driver.micro_batches(sequences, num_micro_batches))
                 errors[f"{where} {at}, then {num_micro_batches}"] = relative_error(found.pop(), expected)
     return errors
 
@@ -155,7 +155,7 @@ def run_after_failed_inference(rank: int, folder: Path, setting: dict[str, Any])
     driver.snapshots().save("a")  # looks at the weights, and by that alone made things worse
     after = driver.infer(sequences)
     found = look_instead_of_stepping(engine)
-    driver.step(driver.share(sequences, 3))
+    driver.step(driver.micro_batches(sequences, 3))
     error = relative_error(found.pop(), reference_gradient(folder, sequences))
     return max(float((new - old).abs().max()) for new, old in zip(after, before, strict=True)), error
 

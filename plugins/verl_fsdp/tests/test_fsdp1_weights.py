@@ -245,7 +245,7 @@ def move_gradients(rank: int, folder: Path, settings: dict[str, Any]) -> str:
                 return forward(*args)
 
             engine.forward = moving  # type: ignore[method-assign, assignment]
-        driver.step(driver.share(make_sequences(12), 3))
+        driver.step(driver.micro_batches(make_sequences(12), 3))
         gradients += found
     return differences(*gradients)
 

@@ -75,7 +75,7 @@ def read_gradient(driver: Driver, num_micro_batches: int) -> dict[str, torch.Ten
         found.update({name: cast("Any", entry.grad).full_tensor() for name, entry in engine.parameters.items()})
 
     engine.optimizer.step = look  # type: ignore[method-assign, assignment]
-    driver.step(driver.share(make_sequences(12), num_micro_batches))
+    driver.step(driver.micro_batches(make_sequences(12), num_micro_batches))
     engine.optimizer.step = step  # type: ignore[method-assign]
     return found
 
@@ -108,7 +108,7 @@ def held_on_rank(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[int
         found.append(sum(shard.numel() * shard.element_size() for shard in shards))
         return weighted_loss(output, batch)
 
-    driver.step(driver.share(make_sequences(8)), count_then_lose)
+    driver.step(driver.micro_batches(make_sequences(8)), count_then_lose)
     return found[1], engine.sync
 
 
@@ -131,7 +131,7 @@ def collectives_on_rank(rank: int, folder: Path, settings: dict[str, Any]) -> li
     driver = build(rank, folder, settings)
     counts = []
     for num_micro_batches in (1, 4):
-        micro_batches = driver.share(make_sequences(12), num_micro_batches)
+        micro_batches = driver.micro_batches(make_sequences(12), num_micro_batches)
         with Collectives() as counter:
             driver.step(micro_batches)
         counts.append(dict(counter.counts))
@@ -184,7 +184,7 @@ def settings_after_steps(rank: int, folder: Path, keep: bool, reshard_after_forw
     driver.train(make_sequences(12))
     before = reshard_settings(engine_of(driver))
     with suppress(InterruptedStepError):
-        driver.step(driver.share(make_sequences(12), 3), Interrupting(1))
+        driver.step(driver.micro_batches(make_sequences(12), 3), Interrupting(1))
     assert reshard_settings(engine_of(driver)) == before
     expected = reference_gradient(folder, make_sequences(12))
     fresh = build(rank, folder, {"keep_unsharded": keep, "reshard_after_forward": reshard_after_forward}, 4)
@@ -292,7 +292,7 @@ def interrupt(driver: Driver, place: str, at: int) -> None:
         if place == "between":
             patch.setattr(host, "gradient_sync", lambda _engine, is_last: between(is_last))
         with pytest.raises(InterruptedStepError):
-            driver.step(driver.share(make_sequences(12, seed=1), 3), loss)
+            driver.step(driver.micro_batches(make_sequences(12, seed=1), 3), loss)
     for handle in handles:
         handle.remove()
 
@@ -351,7 +351,7 @@ def skip_on_rank(rank: int, folder: Path, settings: dict[str, Any]) -> None:
     driver.train(make_sequences(12))
     weights, rate = driver.weights(), engine.schedule.get_last_lr()
     moments = [local(value).clone() for state in engine.optimizer.state.values() for value in state.values()]
-    step = driver.step(driver.share(make_sequences(12)), Poisoned(float("nan") if rank == 1 else 1.0)).optimizer
+    step = driver.step(driver.micro_batches(make_sequences(12)), Poisoned(float("nan") if rank == 1 else 1.0)).optimizer
     assert not step.applied
     assert not torch.tensor(step.grad_norm).isfinite()
     assert engine.schedule.get_last_lr() == rate

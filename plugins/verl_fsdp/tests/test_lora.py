@@ -352,7 +352,7 @@ def value_head(rank: int, folder: Path, out: Path) -> tuple[list[str], float]:
     engine: Any = driver.engine
     trained = [name for name, entry in engine.parameters.items() if entry.requires_grad and ".lora_" not in name]
     before = driver.weights()["score.weight"]
-    driver.step(driver.share(make_sequences(8)), squared_values)
+    driver.step(driver.micro_batches(make_sequences(8)), squared_values)
     engine.save_adapter(out / "critic")
     return trained, float((driver.weights()["score.weight"] - before).abs().max())
 

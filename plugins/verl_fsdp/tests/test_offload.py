@@ -53,7 +53,9 @@ def moved_between_micro_batches(rank: int, folder: Path, settings: dict[str, Any
     stayed, other = build(rank, folder, **settings)
     moved.train(make_sequences(8, seed=1))
     stayed.train(make_sequences(8, seed=1))
-    batches = [PackedBatch.from_sequences(part, torch.device("cpu")) for part in moved.share(make_sequences(8), 3)]
+    batches = [
+        PackedBatch.from_sequences(part, torch.device("cpu")) for part in moved.micro_batches(make_sequences(8), 3)
+    ]
     for each in (engine, other):
         for index, batch in enumerate(batches):
             with each.gradient_sync(index == len(batches) - 1):

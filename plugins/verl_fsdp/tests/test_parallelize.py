@@ -69,7 +69,7 @@ def gradient_on_rank(rank: int, folder: Path, world_size: int, settings: dict[st
     engine.optimizer.step = lambda: found.append(full_gradients(engine))  # type: ignore[method-assign, assignment]
     driver.train(make_sequences(NUM_SEQUENCES, seed=5))
     driver.infer(make_sequences(3))
-    driver.step(driver.share(make_sequences(NUM_SEQUENCES)), weighted_loss)
+    driver.step(driver.micro_batches(make_sequences(NUM_SEQUENCES)), weighted_loss)
     return found[-1]
 
 

@@ -62,7 +62,9 @@ def train(
     }  # fmt: skip
     driver = Driver(section, folder, rank, dist.get_world_size())
     before = driver.weights()
-    reports = [driver.step(driver.share(make_sequences(9, seed)), loss_fn, temperature=0.7) for seed in range(2)]
+    reports = [
+        driver.step(driver.micro_batches(make_sequences(9, seed)), loss_fn, temperature=0.7) for seed in range(2)
+    ]
     metrics = [(report.loss, report.optimizer.grad_norm, *report.metrics.values()) for report in reports]
     changes = {name: weight - before[name] for name, weight in driver.weights().items()}
     return metrics, changes, driver.infer(make_sequences(6, seed=9))

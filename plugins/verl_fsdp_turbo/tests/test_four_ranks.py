@@ -34,7 +34,7 @@ def as_fsdp2(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[float, 
     plain = Driver({"backend": "fsdp2", "device": "cpu"} | OPTIMIZER, folder, rank, NUM_RANKS)
     turbo = build(rank, folder, NUM_RANKS, **OPTIMIZER, **settings)
     expected, found = (driver.train(make_sequences(8)).optimizer.grad_norm for driver in (plain, turbo))
-    return found, expected, furthest(turbo.weights(), plain.weights())[1], turbo.num_shares
+    return found, expected, furthest(turbo.weights(), plain.weights())[1], turbo.data_parallel_size
 
 
 EXPERT_LAYOUTS: Final[dict[str, dict[str, Any]]] = {
@@ -59,7 +59,7 @@ def test_two_shares_of_split_sequences_over_copies_of_shards_train_as_one_world(
     model_folder: Path, four: RankPool
 ) -> None:
     settings = BY_ENGINE | {"fully_shard_parallel_size": 2}
-    for norm, expected, furthest_off, num_shares in four.run(as_fsdp2, model_folder, settings):
-        assert num_shares == 2
+    for norm, expected, furthest_off, data_parallel_size in four.run(as_fsdp2, model_folder, settings):
+        assert data_parallel_size == 2
         assert norm == pytest.approx(expected, rel=1e-4)
         assert furthest_off < 1e-5

@@ -89,7 +89,7 @@ def as_without(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[dict[
         weights = driver.weights()
         found[f"a step of {whose}"] = max(float((weights[name] - each).abs().max()) for name, each in trained.items())
     found["log-probs of the reference after a step"] = _furthest(reference.infer(sequences), expected)
-    return found, actor.num_shares
+    return found, actor.data_parallel_size
 
 
 def _furthest(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
@@ -110,9 +110,9 @@ def _furthest(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 def test_actor_reference_and_others_of_one_process_compute_what_they_compute_alone(
     model_folder: Path, patching: RankPool, settings: dict[str, Any]
 ) -> None:
-    for found, num_shares in patching.run(as_without, model_folder, settings):
+    for found, data_parallel_size in patching.run(as_without, model_folder, settings):
         assert {name: off for name, off in found.items() if not off < 1e-5} == {}
-        assert num_shares == 1
+        assert data_parallel_size == 1
 
 
 @pytest.mark.dist

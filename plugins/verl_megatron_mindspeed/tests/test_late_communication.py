@@ -38,7 +38,7 @@ def train(rank: int, folder: Path, settings: dict[str, Any]) -> list[float]:
     found = []
     for seed in range(2):
         batch = make_sequences(8, seed=seed)
-        report = driver.step(driver.share(batch, 4))
+        report = driver.step(driver.micro_batches(batch, 4))
         found += [report.loss, report.optimizer.grad_norm, *(float(each.sum()) for each in driver.infer(batch))]
     return found
 

@@ -76,7 +76,7 @@ def output_rows(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[list
     shapes: list[int] = []
     layer = engine_of(driver).model.parts()[-1].output_layer
     layer.register_forward_hook(lambda _layer, _args, output: shapes.append(output[0].shape[0]))
-    micro_batches = driver.share(make_sequences(8), 3)
+    micro_batches = driver.micro_batches(make_sequences(8), 3)
     driver.step(micro_batches)
     return shapes, [sum(sequence.num_loss_tokens for sequence in group) for group in micro_batches]
 

@@ -76,7 +76,7 @@ class Record:
 def train(rank: int, folder: Path, settings: dict[str, Any]) -> Record:
     """Train a few steps of three micro-batches per rank: the interleaved schedule has to fill them up."""
     driver = new_driver(folder, rank, **OPTIMIZER, **settings)
-    reports = [driver.step(driver.share(make_sequences(8, seed=step), 3)) for step in range(NUM_STEPS)]
+    reports = [driver.step(driver.micro_batches(make_sequences(8, seed=step), 3)) for step in range(NUM_STEPS)]
     log_probs = dict(enumerate(driver.infer(make_sequences(5, seed=9), 0.7)))
     return Record(
         [report.loss for report in reports],
@@ -168,7 +168,9 @@ def test_half_precision_stays_near(
 def critic(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[list[float], list[float], torch.Tensor]:
     """Train a critic, and return the values that it gives."""
     driver = new_driver(folder, rank, head="value", **OPTIMIZER, **settings)
-    reports = [driver.step(driver.share(make_sequences(8, seed=step), 3), value_loss) for step in range(NUM_STEPS)]
+    reports = [
+        driver.step(driver.micro_batches(make_sequences(8, seed=step), 3), value_loss) for step in range(NUM_STEPS)
+    ]
     norms = [report.optimizer.grad_norm for report in reports]
     return [report.loss for report in reports], norms, driver.output(make_sequences(1, seed=9)[0]).values
 

@@ -80,13 +80,13 @@ class _FailingBackward(torch.autograd.Function):
 def fail_in_loss(driver: Driver, rank: int) -> None:
     """Raise in the loss of the last stage."""
     del rank
-    driver.step(driver.share(make_sequences(8), 3), FailingLoss(BoomError("in the loss")))
+    driver.step(driver.micro_batches(make_sequences(8), 3), FailingLoss(BoomError("in the loss")))
 
 
 def fail_unportably(driver: Driver, rank: int) -> None:
     """Raise there what cannot travel."""
     del rank
-    driver.step(driver.share(make_sequences(8), 3), FailingLoss(UnportableError("in the", "loss")))
+    driver.step(driver.micro_batches(make_sequences(8), 3), FailingLoss(UnportableError("in the", "loss")))
 
 
 def _failing_layer(driver: Driver, stage: int, rank: int, hook: Callable[..., Any]) -> Any:
@@ -108,7 +108,7 @@ def _fail_with_layer(driver: Driver, stage: int, rank: int, hook: Callable[..., 
     handle = _failing_layer(driver, stage, rank, hook)
     try:
         if trains:
-            driver.step(driver.share(make_sequences(8), 3))
+            driver.step(driver.micro_batches(make_sequences(8), 3))
         else:
             driver.infer(make_sequences(4))
     finally:

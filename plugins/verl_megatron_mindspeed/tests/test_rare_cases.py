@@ -159,7 +159,7 @@ def turns(rank: int, folder: Path, **settings: Any) -> Iterator[list[torch.Tenso
         yield driver.infer(make_sequences(4))
         if not settings.get("forward_only"):
             loss_fn = value_loss if settings.get("head") == "value" else weighted_loss
-            yield driver.step(driver.share(make_sequences(8, seed=seed)), loss_fn).optimizer.grad_norm
+            yield driver.step(driver.micro_batches(make_sequences(8, seed=seed)), loss_fn).optimizer.grad_norm
     yield driver.infer(make_sequences(4))
 
 

@@ -138,7 +138,7 @@ def _abandon(rank: int, folder: Path, settings: dict[str, Any]) -> str:
     failing = new_driver(folder, rank, **settings)
     # Each rank's micro-batches have other lengths, the same on both.
     sequences = [sequence for sequence in make_sequences(4) for _ in range(2)]
-    batches = failing.share(sequences)
+    batches = failing.micro_batches(sequences)
     num_tokens = sum(len(sequence.token_ids) for sequence in batches[1])
     assert num_tokens != sum(len(sequence.token_ids) for sequence in batches[0])
     weights = []

@@ -53,17 +53,17 @@ class ScaledLoss:
         return loss * self._factor, metrics
 
 
-def draw_split(seed: int, num_shares: int, *, one_each: bool = False) -> Split:
+def draw_split(seed: int, data_parallel_size: int, *, one_each: bool = False) -> Split:
     """Divide all sequences over data-parallel ranks and up to five micro-batches at random, empty ones too.
 
     With `one_each` at most one sequence per micro-batch, for engines that cannot run several at once.
     """
     random = np.random.default_rng(seed)
     count = NUM_SEQUENCES if one_each else int(random.integers(1, 6))
-    split: Split = [[[] for _ in range(count)] for _ in range(num_shares)]
+    split: Split = [[[] for _ in range(count)] for _ in range(data_parallel_size)]
     for index in range(NUM_SEQUENCES):
         at = index if one_each else int(random.integers(count))
-        split[int(random.integers(num_shares))][at].append(index)
+        split[int(random.integers(data_parallel_size))][at].append(index)
     return split
 
 
@@ -78,7 +78,7 @@ def check_splits(bench: Bench, **settings: str) -> None:
     expected = reference_gradient(bench.model(), sequences)
     probe = bench.probe(**settings)
     for seed in range(NUM_SPLITS):
-        split = draw_split(seed, probe.driver.num_shares, one_each="packed_batches" in bench.gaps)
+        split = draw_split(seed, probe.driver.data_parallel_size, one_each="packed_batches" in bench.gaps)
         found = probe.gradient(probe.driver.take(sequences, split))
         bench.require_gradient(found, expected, f"for the split {split}, the gradient")
 
@@ -88,7 +88,7 @@ def rank_without_data(bench: Bench) -> None:
     sequences = make_sequences(NUM_SEQUENCES)
     probe = bench.probe()
     halves = [[index] for index in range(NUM_SEQUENCES)]
-    split: Split = [halves] + [[[] for _ in halves] for _ in range(probe.driver.num_shares - 1)]
+    split: Split = [halves] + [[[] for _ in halves] for _ in range(probe.driver.data_parallel_size - 1)]
     found = probe.gradient(probe.driver.take(sequences, split))
     bench.require_gradient(found, reference_gradient(bench.model(), sequences), "with empty micro-batches the gradient")
 
@@ -191,7 +191,7 @@ def report(bench: Bench) -> None:
     driver = bench.driver()
     micro_batches = bench.divide(driver, sequences)
     found = driver.step(micro_batches, reported_loss)
-    every = [len(row) for part in _with_loss(sequences, driver.num_shares, len(micro_batches)) for row in part]
+    every = [len(row) for part in _with_loss(sequences, driver.data_parallel_size, len(micro_batches)) for row in part]
     right = {"log_prob": log_prob, "mean": sum(every) / len(every), "max": float(max(every)), "min": float(min(every))}
     metrics, tolerances = found.metrics, {"log_prob": 1e-5}
     bench.require(
@@ -204,9 +204,9 @@ def report(bench: Bench) -> None:
     bench.require(found.num_loss_tokens == count, f"{found.num_loss_tokens} loss tokens were counted, not {count}")
 
 
-def _with_loss(sequences: list[Sequence], num_shares: int, num_micro_batches: int) -> list[list[Sequence]]:
-    """List the micro-batches of all data-parallel ranks, as `Driver.share` divides them, that have loss tokens."""
-    dealt = [sequences[rank::num_shares] for rank in range(num_shares)]
+def _with_loss(sequences: list[Sequence], data_parallel_size: int, num_micro_batches: int) -> list[list[Sequence]]:
+    """List micro-batches of all data-parallel ranks, as `Driver.micro_batches` divides them, that have loss tokens."""
+    dealt = [sequences[rank::data_parallel_size] for rank in range(data_parallel_size)]
     parts = [own[index::num_micro_batches] for own in dealt for index in range(num_micro_batches)]
     return [part for part in parts if any(sequence.num_loss_tokens for sequence in part)]
 
@@ -219,7 +219,7 @@ def bf16(bench: Bench) -> None:
     probe = bench.probe(**settings)
     parts = [probe.gradient_of(group, 1) for group in groups]
     mean = {name: torch.stack([part[name] for part in parts]).mean(0) for name in parts[0]}
-    own = [probe.driver.share(group, 1)[0] for group in groups]
+    own = [probe.driver.micro_batches(group, 1)[0] for group in groups]
     found = probe.gradient(own)
     # Powers of two apart in scale, so bfloat16 rounds each part alike: only the adding up differs.
     bench.require_gradient(found, mean, "not added up in float32: four micro-batches' sum, against one by one,")

@@ -94,7 +94,7 @@ class Bench:
 
     def divide(self, driver: Driver, sequences: list[Sequence], num_micro_batches: int = 3) -> list[list[Sequence]]:
         """Return this rank's micro-batches of a global batch, of one sequence each where the backend takes no more."""
-        return driver.share(sequences, len(sequences) if "packed_batches" in self.gaps else num_micro_batches)
+        return driver.micro_batches(sequences, len(sequences) if "packed_batches" in self.gaps else num_micro_batches)
 
     def require_gradient(
         self,

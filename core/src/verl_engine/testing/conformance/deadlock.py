@@ -10,7 +10,7 @@ def uneven_micro_batches(bench: Bench) -> None:
     """Different numbers of micro-batches are refused on every rank, and the engine can go on."""
     driver = bench.driver()
     rank = driver.engine.data_parallel.rank
-    if driver.num_shares > 1:
+    if driver.data_parallel_size > 1:
         message = refusal(BatchError, lambda: driver.step([make_sequences(1) for _ in range(rank + 1)]))
         bench.require(message is not None, "uneven numbers of micro-batches were not refused")
     message = refusal(BatchError, lambda: driver.step([[]]))

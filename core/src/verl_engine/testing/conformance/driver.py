@@ -45,7 +45,7 @@ class Driver:
         return self.worker.engine
 
     @property
-    def num_shares(self) -> int:
+    def data_parallel_size(self) -> int:
         """Data-parallel ranks: over how many a global batch is divided."""
         return self.engine.data_parallel.size
 
@@ -66,7 +66,7 @@ class Driver:
 
     def train(self, sequences: list[Sequence], learning_rate: float | None = None) -> StepReport:
         """Make one optimizer step over a global batch, in two micro-batches per rank."""
-        return self.worker.train_batch(self.share(sequences), weighted_loss, learning_rate=learning_rate)
+        return self.worker.train_batch(self.micro_batches(sequences), weighted_loss, learning_rate=learning_rate)
 
     def train_on(self, *seeds: int) -> None:
         """Make a step over eight sequences of each seed."""
@@ -90,9 +90,9 @@ class Driver:
         (found,) = self.worker.infer_outputs([sequences], names)
         return [{name: torch.from_numpy(part) for name, part in parts.items()} for parts in found]
 
-    def share(self, sequences: list[Sequence], num_micro_batches: int = 2) -> list[list[Sequence]]:
+    def micro_batches(self, sequences: list[Sequence], num_micro_batches: int = 2) -> list[list[Sequence]]:
         """Return this rank's micro-batches of a global batch, divided in turn."""
-        own = sequences[self.engine.data_parallel.rank :: self.num_shares]
+        own = sequences[self.engine.data_parallel.rank :: self.data_parallel_size]
         return [own[index::num_micro_batches] for index in range(num_micro_batches)]
 
     def take(self, sequences: list[Sequence], split: Split) -> list[list[Sequence]]:

@@ -66,7 +66,7 @@ class GradientProbe:
 
     def gradient_of(self, sequences: list[Sequence], num_micro_batches: int = 2) -> dict[str, torch.Tensor]:
         """Return the gradient of a global batch, divided over ranks and micro-batches."""
-        return self.gradient(self.driver.share(sequences, num_micro_batches))
+        return self.gradient(self.driver.micro_batches(sequences, num_micro_batches))
 
     def _put_back(self) -> None:
         if self._can_import:

@@ -27,7 +27,7 @@ def hook_calls(bench: Bench) -> None:
 
     batches = [
         PackedBatch.from_sequences(sequences, driver.engine.device.torch_device)
-        for sequences in driver.share(make_sequences(6), 3)
+        for sequences in driver.micro_batches(make_sequences(6), 3)
     ]
     driver.engine.set_training(True)
     driver.engine.forward_backward(MicroBatchPass(batches, weighted_loss, watch))
@@ -60,11 +60,11 @@ def every_micro_batch(bench: Bench) -> None:
 
 def _reductions(bench: Bench, **settings: Any) -> tuple[int, int]:
     driver = bench.driver(**settings)
-    if driver.num_shares == 1:
+    if driver.data_parallel_size == 1:
         raise SkipCheckError("all ranks hold the same data: there is nothing to reduce over data-parallel ranks")
     counts = []
     for num_micro_batches in (1, 4):
-        micro_batches = driver.share(make_sequences(12), num_micro_batches)
+        micro_batches = driver.micro_batches(make_sequences(12), num_micro_batches)
         with ReductionCounter(driver.engine.data_parallel.group) as counter:
             driver.step(micro_batches)
         counts.append(counter.count)

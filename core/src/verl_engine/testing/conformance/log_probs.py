@@ -85,7 +85,7 @@ def entropy_gradient(bench: Bench) -> None:
     sequences = make_sequences(8)
     for setting, bonus in (("gradient", BONUS), ("value", 0.0)):
         probe = bench.probe(entropy=setting)
-        found = probe.gradient(probe.driver.share(sequences, len(sequences)), entropy_bonus, 0.5)
+        found = probe.gradient(probe.driver.micro_batches(sequences, len(sequences)), entropy_bonus, 0.5)
         expected = _bonus_gradient(load_reference(bench.model()).double(), sequences, 0.5, bonus)
         what = f"with entropy={setting} the gradient of a loss with a bonus on entropy"
         bench.require_gradient(found, expected, what)

@@ -56,8 +56,8 @@ def gradients_between_micro_batches(bench: Bench) -> None:
     """Gradients that are moved in the middle of an accumulation come back: the step is as without."""
     moved, stayed = _two_trained(bench)
     sequences = make_sequences(12, seed=1)
-    moved.step(moved.share(sequences, 3), _MovesGradients(moved.engine))
-    stayed.step(stayed.share(sequences, 3))
+    moved.step(moved.micro_batches(sequences, 3), _MovesGradients(moved.engine))
+    stayed.step(stayed.micro_batches(sequences, 3))
     bench.require_same(moved.weights(), stayed.weights(), "a step whose gradients were moved between micro-batches")
 
 

@@ -109,13 +109,13 @@ def not_finite(bench: Bench) -> None:
     for is_last, value in ((True, float("nan")), (False, float("inf"))):
         skipping, plain = bench.driver(**SETTINGS), bench.driver(**SETTINGS)
         # Ranks that split a model have the same data, and one of them may be alone in computing the loss.
-        poisoned = skipping.num_shares - 1 if is_last else 0
+        poisoned = skipping.data_parallel_size - 1 if is_last else 0
         is_poisoned = skipping.engine.data_parallel.rank == poisoned
         batches = [make_sequences(8, seed=seed) for seed in range(4)]
         for driver in (skipping, plain):
             driver.train(batches[0])
         before = skipping.weights()
-        report = skipping.step(skipping.share(batches[1]), ScaledLoss(value if is_poisoned else 1.0))
+        report = skipping.step(skipping.micro_batches(batches[1]), ScaledLoss(value if is_poisoned else 1.0))
         bench.require(
             not report.optimizer.applied, f"all ranks must skip a gradient of {value} on data-parallel rank {poisoned}"
         )
@@ -143,7 +143,7 @@ def zeroed(bench: Bench) -> None:
 def giving_up(bench: Bench) -> None:
     """After max_skipped_steps skips in a row every rank stops with the reason."""
     driver = bench.driver(max_skipped_steps=2)
-    micro_batches = driver.share(make_sequences(8))
+    micro_batches = driver.micro_batches(make_sequences(8))
     first = driver.step(micro_batches, ScaledLoss(math.nan))
     bench.require(not first.optimizer.applied, "a gradient that is not finite was not skipped")
     stop = refusal(TrainingDivergedError, lambda: driver.step(micro_batches, ScaledLoss(math.nan)))

@@ -50,8 +50,8 @@ def backward(bench: Bench) -> None:
     """An exception in the middle of a backward leaves nothing behind."""
     # Every rank has sequences of the same lengths, so that all fail at the same place and none waits for the others.
     probe = bench.probe()
-    sequences = [sequence for sequence in make_sequences(6) for _ in range(probe.driver.num_shares)]
-    micro_batches = probe.driver.share(sequences, NUM_MICRO_BATCHES)
+    sequences = [sequence for sequence in make_sequences(6) for _ in range(probe.driver.data_parallel_size)]
+    micro_batches = probe.driver.micro_batches(sequences, NUM_MICRO_BATCHES)
     expected = probe.gradient(micro_batches)
     counter = _FailingBackward(fail_at=None)
     with counter.watching():
@@ -93,7 +93,7 @@ def _fail_at(bench: Bench, fail_at: int) -> None:
     # After each failure another number of micro-batches: what was left switched off shows in a single one.
     for num_micro_batches in (1, NUM_MICRO_BATCHES):
         expected = probe.gradient_of(sequences, num_micro_batches)
-        micro_batches = probe.driver.share(make_sequences(12, seed=1), NUM_MICRO_BATCHES)
+        micro_batches = probe.driver.micro_batches(make_sequences(12, seed=1), NUM_MICRO_BATCHES)
         failure = refusal(LossFailedError, partial(probe.driver.step, micro_batches, _FailingLoss(fail_at)))
         bench.require(failure is not None, "an exception of the loss function did not come out of the step")
         bench.require_gradient(

@@ -50,7 +50,7 @@ def _turns(bench: Bench, **settings: Any) -> Iterator[dict[str, torch.Tensor]]:
         parts = [driver.infer([sequence])[0] for sequence in make_sequences(4, seed)]
         yield {("value" if is_critic else "log-prob") + f" {index}": part for index, part in enumerate(parts)}
         if isinstance(built, GradientProbe):
-            own = driver.share(make_sequences(8, seed), 8)  # some backends take one sequence at a time only
+            own = driver.micro_batches(make_sequences(8, seed), 8)  # some backends take one sequence at a time only
             found = built.gradient(own, value_loss if is_critic else weighted_loss)
             yield {f"the gradient of {name}": part / part.abs().max().clamp_min(1e-12) for name, part in found.items()}
 

@@ -27,7 +27,7 @@ def gradient(bench: Bench) -> None:
     """A loss on values has the gradient of the plain model, and the head no dropout even where the model's is drawn."""
     sequences = make_sequences(8)
     probe = bench.probe("critic", head="value", **bench.with_dropout())
-    found = probe.gradient(probe.driver.share(sequences, len(sequences)), value_loss)
+    found = probe.gradient(probe.driver.micro_batches(sequences, len(sequences)), value_loss)
     expected = _reference_gradient(bench.model("critic"), sequences)
     bench.require_gradient(found, expected, "the gradient of a loss on values")
 
@@ -53,7 +53,7 @@ def saved_folder(bench: Bench) -> None:
     driver = bench.driver(head="value", learning_rate=1e-2)
     sequences = make_sequences(8)
     for _ in range(2):
-        driver.step(driver.share(sequences, len(sequences)), value_loss)
+        driver.step(driver.micro_batches(sequences, len(sequences)), value_loss)
     folder = bench.folder / "saved"
     driver.engine.save_pretrained(folder)
     _require_values(bench, driver, folder, "the saved folder's")

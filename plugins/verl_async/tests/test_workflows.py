@@ -20,6 +20,8 @@ from verl_engine.contract.errors import ConfigError, StuckError
 from verl_engine.contract.strict_model import StrictModel
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from verl_async.data.prompts import Prompt
     from verl_async.orchestrator.samples import ScoredGroup
     from verl_async.orchestrator.workflow import Workflow, WorkflowClient
@@ -31,15 +33,15 @@ _HERE = "plugins.verl_async.tests.test_workflows"
 class CountingLane:
     """Answers a context with the tokens counted up from its last one."""
 
-    def __init__(self, num_tokens: int = 2, delay_s: float = 0.0) -> None:
+    def __init__(self, num_tokens: int = 2, delays_s: Sequence[float] = ()) -> None:
         self.num_tokens = num_tokens
-        self.delay_s = delay_s
+        self.delays_s = list(delays_s)
         self.requests: list[GenerationRequest] = []
         self.num_closed = 0
 
     async def generate(self, request: GenerationRequest) -> Generation:
         self.requests.append(request)
-        await asyncio.sleep(self.delay_s)
+        await asyncio.sleep(self.delays_s.pop(0) if self.delays_s else 0.0)
         number = min(self.num_tokens, request.sampling.max_new_tokens)
         tokens = [request.prompt_ids[-1] + 1 + place for place in range(number)]
         reason = "stop" if number == self.num_tokens else "length"
@@ -198,9 +200,18 @@ def test_a_workflow_or_environment_that_hangs_is_named_with_the_sample(where: st
     assert lane.num_closed == 1
 
 
-def test_the_limit_of_a_workflow_does_not_count_turns_of_the_model() -> None:
-    [found] = run(multi_turn(max_turns=2), CountingLane(delay_s=0.3), timeout_s=0.25).trajectories
-    assert found.token_ids == [11, 12, 24, 25, 26]
+class TwoAtOnce:
+    """Asks for two turns at once, and has more to wait for when the first of them is there."""
+
+    async def run(self, prompt: Prompt, token_ids: tuple[int, ...], client: WorkflowClient) -> list[Trajectory]:
+        del prompt
+        turns = await asyncio.gather(*(client.generate(token_ids) for _ in range(2)))
+        return [Trajectory((turn,)) for turn in turns]
+
+
+def test_the_limit_of_a_workflow_does_not_count_turns_of_the_model_of_which_several_may_run() -> None:
+    found = run(TwoAtOnce(), CountingLane(delays_s=[0.0, 1.2]), timeout_s=1.0).trajectories
+    assert [one.token_ids for one in found] == [[11, 12]] * 2
 
 
 def test_a_sample_may_become_several_trajectories() -> None:

@@ -99,6 +99,7 @@ class _Client:
         self._place = place
         self._lane = lane
         self._num_calls = 0
+        self._num_running = 0
         self.limit = asyncio.timeout(sampler.timeout_s)
         """Of what the workflow waits for between two calls of `generate`."""
 
@@ -122,10 +123,14 @@ class _Client:
             sampling = replace(sampling, max_new_tokens=num_new, stop_strings=stop_strings)
         key = self.sample_id if goes_on else ""
         request = GenerationRequest(tuple(token_ids), sampling, (seed,), affinity_key=key)
+        self._num_running += 1
         self.limit.reschedule(None)  # the worker has a limit of its own
-        generation = await self._lane.generate(request)
-        self.limit.reschedule(asyncio.get_running_loop().time() + self._sampler.timeout_s)
-        return generation
+        try:
+            return await self._lane.generate(request)
+        finally:
+            self._num_running -= 1
+            if not self._num_running:
+                self.limit.reschedule(asyncio.get_running_loop().time() + self._sampler.timeout_s)
 
     def text(self, token_ids: Sequence[int]) -> str:
         return decode_response(self._tokenizer, list(token_ids))

@@ -137,5 +137,7 @@ class Activity:
     def is_now(self, what: str) -> None:
         """Note what it does from now on; the same again only records the time until now."""
         now_s = self._timeline.now_s
+        if what == self._what and now_s - self._since_s < _NEGLIGIBLE_S:
+            return  # the next change records it
         self._timeline.record(Span(self._who, self._what, self._since_s, now_s))
         self._what, self._since_s = what, now_s

@@ -80,12 +80,12 @@ def demo(session: nox.Session) -> None:
     session.run(
         "verl-engine", "sft", "examples/addition_sft.yaml",
         f"model.path={data / 'model'}", f"data.examples={data / 'sft.parquet'}",
-        f"evaluation.prompts={data / 'eval.jsonl'}", "--output", str(warm_up), env=ENVIRONMENT,
+        f"evaluation.sets.sums.prompts={data / 'eval.jsonl'}", "--output", str(warm_up), env=ENVIRONMENT,
     )  # fmt: skip
     session.run(
         "verl-engine", "train", f"examples/{recipes[engine]}.yaml",
         f"model.path={warm_up / 'model'}", f"data.prompts={data / 'train.parquet'}",
-        f"evaluation.prompts={data / 'eval.jsonl'}", "--output", str(training), env=ENVIRONMENT,
+        f"evaluation.sets.sums.prompts={data / 'eval.jsonl'}", "--output", str(training), env=ENVIRONMENT,
     )  # fmt: skip
     _check_demo(session, training)
 

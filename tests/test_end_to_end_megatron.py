@@ -24,7 +24,8 @@ def test_the_recipe_trains_on_two_ranks_that_split_each_layer(task: Task, tmp_pa
     folder = task.model.parent
     ended = run(
         "train", RECIPE, tmp_path / "out", f"model.path={task.model}", f"data.prompts={folder}/prompts.jsonl",
-        f"evaluation={{prompts: {folder}/held_out.jsonl, num_prompts: 8}}", "engine.device=cpu", "rollout.device=cpu",
+        f"evaluation={{sets: {{sums: {{prompts: {folder}/held_out.jsonl, num_prompts: 8}}}}}}",
+        "engine.device=cpu", "rollout.device=cpu",
         "reward.function=tests.end_to_end_rewards.count_even", "trainer.num_steps=3", "trainer.mini_batch_size=4",
         "engine.warmup_steps=1", "rollout.max_batch_prompts=4", "trainer.num_ranks=2", "engine.tensor_parallel_size=2",
         cluster=cluster,

@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_with_evaluation(task: Task, tmp_path: Path, cluster: Cluster, num_ranks: int) -> None:
-    evaluation = f"{{prompts: {task.model.parent}/held_out.jsonl, num_prompts: 8, every_steps: 2, temperature: 0}}"
-    settings = (f"evaluation={evaluation}", f"trainer.num_ranks={num_ranks}")
+    sums = f"{{prompts: {task.model.parent}/held_out.jsonl, num_prompts: 8, temperature: 0}}"
+    settings = (f"evaluation={{sets: {{sums: {sums}}}, every_steps: 2}}", f"trainer.num_ranks={num_ranks}")
     ended = run("sft", task.sft, tmp_path / "out", *settings, cluster=cluster)
     check_training(ended, task.model)
     assert [record["step"] for record in ended.records("evaluation")] == [0, 2, 3]

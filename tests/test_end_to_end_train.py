@@ -27,7 +27,7 @@ SUMMARY_KEYS = {
 def test_one_rank_leaves_complete_results(task: Task, tmp_path: Path) -> None:
     ended = run("train", task.train, tmp_path / "out", evaluation(task))
     check_training(ended, task.model)
-    check_results(ended, 3, {"trainer", "rollouter-0", "scoring"})
+    check_results(ended, 3, {"trainer", "rollouter-0", "scoring", "evaluation"})
 
 
 @pytest.mark.nightly
@@ -51,7 +51,7 @@ def test_two_ranks_two_workers_ahead_of_training(task: Task, tmp_path: Path, clu
         evaluation(task), cluster=cluster,
     )  # fmt: skip
     check_training(ended, task.model)
-    check_results(ended, 4, {"trainer", "rollouter-0", "rollouter-1", "scoring"})
+    check_results(ended, 4, {"trainer", "rollouter-0", "rollouter-1", "scoring", "evaluation"})
     assert all(record["staleness_max"] <= 2 for record in ended.records("step"))
     assert all(math.isfinite(record["importance_weight"]) for record in ended.records("step"))
     assert [record["weight_version"] for record in ended.records("step")] == [0, 1, 1, 2]
@@ -86,7 +86,8 @@ def test_an_epoch_of_two_files_scored_by_two_rewards_one_of_which_fails(
 
 def evaluation(task: Task) -> str:
     """The setting that asks for one."""
-    return f"evaluation={{prompts: {task.model.parent}/held_out.jsonl, num_prompts: 8}}"
+    sums = f"{{prompts: {task.model.parent}/held_out.jsonl, num_prompts: 8, num_samples: 2}}"
+    return f"evaluation={{sets: {{sums: {sums}}}}}"
 
 
 def check_results(ended: Ended, num_steps: int, processes: set[str]) -> None:
@@ -95,7 +96,9 @@ def check_results(ended: Ended, num_steps: int, processes: set[str]) -> None:
     assert ended.summary.keys() >= SUMMARY_KEYS
     assert all(ended.summary[key] is not None for key in SUMMARY_KEYS)
     assert (ended.summary["status"], ended.summary["num_steps"]) == ("finished", num_steps)
-    assert [record["step"] for record in ended.records("evaluation")] == [0, num_steps]
+    evaluations = ended.records("evaluation")
+    assert [record["step"] for record in evaluations] == [0, num_steps]
+    assert all(record["sums/mean@2"] <= record["sums/pass@2"] <= 1 and record["wait_s"] >= 0 for record in evaluations)
     config = yaml.safe_load((ended.output / "config.yaml").read_text(encoding="utf-8"))
     assert config["trainer"]["num_steps"] == config["engine"]["total_steps"] == num_steps
     (events,) = (ended.output / "tensorboard").iterdir()

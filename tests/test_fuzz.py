@@ -39,7 +39,7 @@ def test_every_setting_of_every_backend_is_tried(tmp_path: Path) -> None:
     assert {name.split()[-1] for name in kinds} >= {"fsdp", "fsdp2", "fsdp_turbo", "megatron"}
     assert "engine.ep_plan.dispatcher" in kinds["train with fsdp_turbo"]
     assert "engine.mindspeed.features" in kinds["sft with megatron"]
-    shared = {"engine.lora.rank", "trainer.num_ranks", "evaluation.num_prompts"}
+    shared = {"engine.lora.rank", "trainer.num_ranks", "evaluation.sets.held_out.num_prompts"}
     assert all(shared <= places for places in kinds.values())
 
 

@@ -53,7 +53,7 @@ def inputs(addition: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         "model.path": f"{addition}/model",
         "data.prompts": str(prompts),
         "data.examples": f"{addition}/sft.parquet",
-        "evaluation.prompts": f"{addition}/eval.jsonl",
+        "evaluation.sets.sums.prompts": f"{addition}/eval.jsonl",
     }
 
 
@@ -160,7 +160,7 @@ def test_megatron_needs_another_engine_section_and_nothing_else() -> None:
 
 
 def test_no_held_out_sum_is_trained_on(addition: Path) -> None:
-    held_out = {str(prompt.prompt) for prompt in read_prompts(addition / "eval.jsonl", "evaluation.prompts")}
+    held_out = {str(prompt.prompt) for prompt in read_prompts(addition / "eval.jsonl", "evaluation.sets.sums.prompts")}
     trained = {str(prompt.prompt) for prompt in read_prompts(addition / "train.parquet", "data.prompts")}
     rows = read_examples(addition / "sft.parquet", "data.examples")
     examples = {str(row.prompt) for row in rows if isinstance(row, Example)}

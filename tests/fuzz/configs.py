@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random as random_numbers
-from typing import TYPE_CHECKING, Any, Final
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, Final, get_origin
 
 from pydantic import BaseModel
 
@@ -44,7 +45,7 @@ class JobKind:
             "engine": {"backend": backend},
             "data": {name: str(path) for name, path in data.items()},
             "trainer": {"num_steps": "3"},
-            "evaluation": {"prompts": str(files / "prompts.jsonl")},
+            "evaluation": {"sets": {"held_out": {"prompts": str(files / "prompts.jsonl")}}},
         }
         config_class = BackendHost.load(backend).spec.config_class
         self.settings = [*_settings(job_class, ""), *_settings(config_class, "engine.")]
@@ -60,7 +61,8 @@ def _settings(model: type[BaseModel], at: str) -> Iterator[tuple[str, FieldInfo]
         yield place, field
         for part in (field.annotation, *getattr(field.annotation, "__args__", ())):
             if isinstance(part, type) and issubclass(part, BaseModel) and place != "engine":
-                yield from _settings(part, f"{place}.")
+                by_name = "held_out." if get_origin(field.annotation) is dict else ""
+                yield from _settings(part, f"{place}.{by_name}")
 
 
 def job_kinds(files: Path) -> list[JobKind]:
@@ -95,7 +97,7 @@ def fuzz_configs(findings: Findings, folder: Path, files: Path, number: int, see
 
 def _write(kind: JobKind, drawn: dict[str, tuple[str, object]], recipe: Path, random: Random) -> tuple[Path, list[str]]:
     """Set what was drawn in the file or by overrides; now and then the file's text is broken too."""
-    settings = {section: dict(values) for section, values in kind.recipe.items()}
+    settings = deepcopy(kind.recipe)
     overrides = []
     for place, (text, _) in drawn.items():
         if random.random() < 0.5 or not _set(settings, place.split("."), text):
@@ -161,7 +163,7 @@ def _overlap(place: str, other: str) -> bool:
 
 def _get(job: Any, place: str) -> object:
     for part in place.split("."):
-        job = getattr(job, part, UNKNOWN)
+        job = job.get(part, UNKNOWN) if isinstance(job, dict) else getattr(job, part, UNKNOWN)
     return job
 
 

@@ -94,11 +94,15 @@ class FakeRollout:
         """Draw tokens to the end, or until aborted."""
         length = self.length(request)
         while (place := len(row.token_ids)) < length and not self._aborted:
-            await asyncio.sleep(self.token_s)
+            await asyncio.sleep(self.seconds(request))
             row.token_ids.append(STOP if place == length - 1 else request.prompt_ids[0] + place + 1)
             row.log_probs.append(-1.0 - place)
             row.weight_versions.append(self.version)
         row.finish_reason = "stop" if len(row.token_ids) == length else "interrupted"
+
+    def seconds(self, _: GenerationRequest) -> float:
+        """How long a token takes; tests override it."""
+        return self.token_s
 
     def length(self, request: GenerationRequest) -> int:
         """How long an answer gets; tests override it."""

@@ -166,8 +166,8 @@ class FakeTexts:
     def scorer(self, _: object, __: object, say: Any, timeline: Timeline) -> Scorer:
         return make_scorer(self.reward_of, say, timeline=timeline)
 
-    def sampling(self, config: Any, temperature: float | None = None) -> SamplingParams:
-        return SamplingParams(config.max_response_tokens, config.temperature if temperature is None else temperature)
+    def sampling(self, config: Any, held_out: Any = None) -> SamplingParams:
+        return SamplingParams(config.max_response_tokens, (held_out or config).temperature)
 
 
 class FakePool:
@@ -232,6 +232,11 @@ def learned(groups: list[ScoredGroup], **algorithm: Any) -> list[sequence.Sequen
     return with_advantages(groups, build_sequences(groups, loaded.loss.columns, "rollout"), loaded)
 
 
+def evaluation_section(every_steps: int | None = None, **sums: Any) -> dict[str, Any]:
+    """An evaluation on one set."""
+    return {"sets": {"sums": {"prompts": "held_out.jsonl", **sums}}, "every_steps": every_steps}
+
+
 def train_job(**changes: dict[str, Any]) -> TrainJob:
     """A job of two steps of two prompts, each answered twice; `changes` by section."""
     sections: dict[str, dict[str, Any]] = {
@@ -281,7 +286,7 @@ class FakeRun:
             self.job,
             cast("ModelTexts", self.texts),
             encoded_prompts(num_prompts),
-            encoded_prompts(num_held_out) if self.job.evaluation else [],
+            {name: encoded_prompts(num_held_out) for name in self.job.evaluation.sets} if self.job.evaluation else {},
             Actors(self.trainer, self.rollouts),
             Watchers(self.listener, self.timeline),
         )

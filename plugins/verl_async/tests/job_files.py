@@ -113,7 +113,7 @@ def train_settings(folder: Path) -> dict[str, Any]:
         "engine": {"backend": "toy", "learning_rate": 1e-4},
         "data": {"prompts": str(write_prompts(folder / "prompts.jsonl"))},
         "trainer": {"num_steps": 3, "mini_batch_size": 2},
-        "evaluation": {"prompts": str(write_prompts(folder / "held_out.jsonl"))},
+        "evaluation": {"sets": {"sums": {"prompts": str(write_prompts(folder / "held_out.jsonl"))}}},
     }
 
 

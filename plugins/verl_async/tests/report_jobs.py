@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from verl_async.config import (
-    EvaluationConfig,
     ModelConfig,
     RolloutConfig,
     SftJob,
@@ -14,6 +13,7 @@ from verl_async.config import (
     TrainJob,
 )
 from verl_async.data_config import DataConfig, SftDataConfig
+from verl_async.evaluation_config import EvaluationConfig, EvaluationSetConfig
 from verl_async.orchestrator.timeline import Span
 from verl_async.report.record import RunRecord
 from verl_engine.contract.engine_config import EngineConfig
@@ -27,7 +27,7 @@ def train_job(num_steps: int = 4) -> TrainJob:
         data=DataConfig(prompts=Path("prompts.jsonl")),
         rollout=RolloutConfig(n=3),
         trainer=TrainerConfig(num_steps=num_steps, mini_batch_size=2),
-        evaluation=EvaluationConfig(prompts=Path("held_out.jsonl")),
+        evaluation=EvaluationConfig(sets={"sums": EvaluationSetConfig(prompts=Path("held_out.jsonl"))}),
     )
 
 
@@ -63,15 +63,22 @@ def train_metrics(step: int) -> dict[str, float]:
     }
 
 
+def evaluated(exact_match: float, reward: float) -> dict[str, float]:
+    """What an evaluation on two sets reports."""
+    figures = {"sums/exact_match": exact_match, "sums/reward": reward, "sums/mean@4": exact_match}
+    figures |= {"sums/pass@2": 0.5, "sums/pass@4": 1.0, "chess/exact_match": 0.125}
+    return figures | {"seconds": 3.0, "wait_s": 0.75}
+
+
 def train_record(num_steps: int, *, evaluations: bool = True) -> RunRecord:
     """A run of so many RL steps; evaluated 0.25 at the start and 0.75 at the end."""
     record = RunRecord()
     if evaluations:
-        record.on_evaluation(0, {"exact_match": 0.25, "reward": 0.3, "response_tokens": 6.0})
+        record.on_evaluation(0, evaluated(0.25, 0.3))
     for step in range(1, num_steps + 1):
         record.on_step(step, num_steps, train_metrics(step))
     if evaluations and num_steps:
-        record.on_evaluation(num_steps, {"exact_match": 0.75, "reward": 0.8, "response_tokens": 6.0})
+        record.on_evaluation(num_steps, evaluated(0.75, 0.8))
     return record
 
 

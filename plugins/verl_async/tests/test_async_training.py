@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins.verl_async.tests.fake_rollout import STOP, FakeRollout
-from plugins.verl_async.tests.fakes import FakeListener, FakeRun, FakeTexts, FakeTrainer, make_group, train_job
+from plugins.verl_async.tests.fakes import (
+    FakeListener,
+    FakeRun,
+    FakeTexts,
+    FakeTrainer,
+    evaluation_section,
+    make_group,
+    train_job,
+)
 from verl_async.errors import RewardError
 from verl_async.orchestrator.async_training import group_figures
 from verl_async.orchestrator.staleness import prompts_between_syncs
@@ -64,6 +72,7 @@ class Unequal(FakeRollout):
     max_batch_prompts=st.integers(1, 5),
     partial=st.booleans(),
     every_steps=st.sampled_from([None, 1]),
+    num_samples=st.integers(1, 3),
 )
 def test_no_combination_loses_a_prompt_or_waits_for_ever(**drawn: Any) -> None:
     job = train_job(
@@ -76,10 +85,7 @@ def test_no_combination_loses_a_prompt_or_waits_for_ever(**drawn: Any) -> None:
             "queue_size": drawn["queue_size"],
             "partial_rollout": drawn["partial"],
         },
-        evaluation={
-            "prompts": "held_out.jsonl",
-            "every_steps": drawn["every_steps"] and drawn["every_steps"] * drawn["sync_step"],
-        },
+        evaluation=evaluation_section(drawn["every_steps"] and drawn["sync_step"], num_samples=drawn["num_samples"]),
     )
     run = FakeRun(job, rollouts=[Unequal(index) for index in range(drawn["num_workers"])])
     num_syncs = -(-drawn["num_steps"] // drawn["sync_step"])
@@ -232,11 +238,10 @@ def test_groups_that_cannot_be_scored_are_counted_and_training_goes_on() -> None
 
 
 def test_evaluations_come_at_both_ends_and_training_stops_at_its_aim() -> None:
-    run = FakeRun(train_job(evaluation={"prompts": "held_out.jsonl"}))
+    run = FakeRun(train_job(evaluation=evaluation_section()))
     asyncio.run(run.run())
     assert [step for step, _ in run.listener.evaluations] == [0, 2]
-    aim = {"prompts": "held_out.jsonl", "stop_at_exact_match": 0.5}
-    stopped = FakeRun(train_job(evaluation=aim))
+    stopped = FakeRun(train_job(evaluation=evaluation_section(stop_at_exact_match=0.5)))
     asyncio.run(stopped.run())
     assert [step for step, _ in stopped.listener.evaluations] == [0]
     assert stopped.listener.steps == []

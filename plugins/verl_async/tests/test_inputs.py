@@ -37,6 +37,10 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+def sums(prompts: Path) -> dict[str, Any]:
+    return {"sets": {"sums": {"prompts": prompts}}}
+
+
 def test_a_prompt_that_fits_with_its_answer(tmp_path: Path, model: Path) -> None:
     prompts = write_prompts(tmp_path / "prompts.jsonl")  # 1 + 4 tokens each
     job = train_job(data={"prompts": prompts}, rollout={"max_response_tokens": POSITIONS - 5})
@@ -44,12 +48,10 @@ def test_a_prompt_that_fits_with_its_answer(tmp_path: Path, model: Path) -> None
     assert (len(encoded), mix) == (4, Mix((4,)))
 
 
-@pytest.mark.parametrize("field", ["data.prompts", "evaluation.prompts"])
+@pytest.mark.parametrize("field", ["data.prompts", "evaluation.sets.sums.prompts"])
 def test_a_prompt_that_does_not_fit_with_its_answer(tmp_path: Path, model: Path, field: str) -> None:
     prompts = write_prompts(tmp_path / "prompts.jsonl", 11)  # the last one, 10+1=, has a token more
-    job = train_job(
-        data={"prompts": prompts}, evaluation={"prompts": prompts}, rollout={"max_response_tokens": POSITIONS - 5}
-    )
+    job = train_job(data={"prompts": prompts}, evaluation=sums(prompts), rollout={"max_response_tokens": POSITIONS - 5})
     texts = ModelTexts.load(model)
     read = (
         partial(read_training_prompts, job, texts, print)
@@ -58,7 +60,7 @@ def test_a_prompt_that_does_not_fit_with_its_answer(tmp_path: Path, model: Path,
     )
     with pytest.raises(
         ConfigError,
-        match=rf"max_response_tokens=59 after a prompt of 6 tokens \({field}, row 10\) makes 65 tokens; .* 64",
+        match=rf"max_response_tokens=59 after a prompt of 6 tokens \({field}, row 10.*\) makes 65 tokens; .* 64",
     ):
         read()
 
@@ -77,16 +79,16 @@ def sft_job(folder: Path, rows: list[dict[str, Any]], **data: Any) -> SftJob:
 def test_rows_that_are_too_long_are_left_out_and_counted(tmp_path: Path, model: Path) -> None:
     texts, said = ModelTexts.load(model), list[str]()
     prompts = write_prompts(tmp_path / "prompts.jsonl", 12)  # the last two have a token more
-    changes: dict[str, Any] = {"evaluation": {"prompts": prompts}, "rollout": {"max_response_tokens": 8}}
+    changes: dict[str, Any] = {"evaluation": sums(prompts), "rollout": {"max_response_tokens": 8}}
     job = train_job(data={"prompts": prompts, "max_prompt_tokens": 5, "overlong": "drop"}, **changes)
     encoded, mix = read_training_prompts(job, texts, said.append)
     assert [one.prompt.index for one in encoded] == list(range(10))
     assert mix == Mix((10,))
-    assert len(read_evaluation_prompts(job, texts, 5, said.append)) == 10
+    assert len(read_evaluation_prompts(job, texts, 5, said.append)["sums"]) == 10
     assert said == [
         f"warning: {field}: 2 of 12 rows are left out (data.overlong=drop), such as {field}, row 10: the prompt has 6 "
         "tokens; expected at most 5"
-        for field in ("data.prompts", "evaluation.prompts")
+        for field in ("data.prompts", "evaluation.sets.sums.prompts")
     ]
     with pytest.raises(DataError, match=r"12 of 12 rows are left out .*; none is left"):
         read_training_prompts(
@@ -129,11 +131,11 @@ def test_tokens_that_the_model_does_not_have(tmp_path: Path, model: Path) -> Non
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     (model / "config.json").write_text(json.dumps(config | {"vocab_size": 15}), encoding="utf-8")
     prompts = write_prompts(tmp_path / "prompts.jsonl")
-    job = train_job(data={"prompts": prompts}, evaluation={"prompts": prompts})
+    job = train_job(data={"prompts": prompts}, evaluation=sums(prompts))
     texts = ModelTexts.load(model)
     with pytest.raises(DataError, match=r"data.prompts, row 0: token 15 \('='\) is beyond .* vocab_size=15"):
         read_training_prompts(job, texts, print)
-    with pytest.raises(DataError, match=r"evaluation\.prompts, row 0: token 15"):
+    with pytest.raises(DataError, match=r"evaluation\.sets\.sums\.prompts, row 0: token 15"):
         read_evaluation_prompts(job, texts, 16, print)
     (remark,) = remark_on_vocabulary(model)
     assert "the tokenizer has token ids up to 15, and the model's vocab_size is 15" in remark

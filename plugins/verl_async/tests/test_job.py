@@ -96,6 +96,13 @@ def test_paths_are_absolute(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ("algorithm.loss_config.clip_low=1", "algorithm.loss_config.clip_low=1: must be less than 1"),
         ("algorithm.advantage_config.a=1", "algorithm.advantage_config={'a': 1}: algorithm.advantage=grpo takes no se"),
         ("algorithm.loss_normalizer=words", "algorithm.loss_normalizer='words': must be"),
+        ("evaluation.sets={}", "evaluation.sets: must name at least one set of prompts"),
+        ("evaluation.sets={a/b: {prompts: a}}", "'a/b' is no name of a set; use letters"),
+        ("evaluation.prompts=a.jsonl", "evaluation.prompts is not a known key"),
+        (
+            "evaluation.sets.sums={prompts: a, temperature: 0, num_samples: 4}",
+            "temperature=0 takes the likeliest token",
+        ),
         ("algorithm.kl.estimator=k4", "algorithm.kl.estimator='k4': must be 'k1', 'k2' or 'k3'"),
     ],
 )
@@ -115,7 +122,7 @@ def test_one_fault_is_one_message(recipe: Path, override: str, expected: str) ->
         "rollout.top_k=100000000000000000000",
         "rollout.num_threads=1000000000",
         "rollout.temperature=1e-300",
-        "evaluation.temperature=1e-300",
+        "evaluation.sets.sums.temperature=1e-300",
         "data.seed=100000000000000000000000000000",
         "trainer.mini_batch_size=1000000000",
         "trainer.num_steps=100000000000",
@@ -137,7 +144,7 @@ def test_numbers_have_upper_bounds(recipe: Path, setting: str) -> None:
         ("model.path=~nosuchuser/model", "model.path='~nosuchuser/model': there is no such user"),
         (f"data.prompts={'x' * 300}", "too long; a name may have 255 bytes"),
         (f"data.prompts={'x/' * 3000}", "and a whole path 4095"),
-        ('evaluation.prompts="a\\0b"', "cannot hold the character NUL"),
+        ('evaluation.sets.sums.prompts="a\\0b"', "cannot hold the character NUL"),
         ('model.path=""', "model.path='': must not be empty"),
         ("model.path=0", "must be a text that names a file or folder"),
     ],
@@ -239,7 +246,7 @@ _OVERRIDES = st.fixed_dictionaries(
         "reward.functions": st.just([]) | st.just([{"weight": 0.5, "data_sources": ["$"]}, {"function": "a:b"}]),
         "rollout.max_running": st.integers(1, 2**16),  # of the embedded engine alone
         "data.prompts": st.text(alphabet="abä /#:-'", min_size=1),
-        "evaluation.stop_at_exact_match": st.none() | st.floats(0.001, 1.0),
+        "evaluation.sets.sums.stop_at_exact_match": st.none() | st.floats(0.001, 1.0),
     },
 )
 

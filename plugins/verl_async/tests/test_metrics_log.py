@@ -31,8 +31,8 @@ def test_each_event_is_on_disk_before_the_call_returns(tmp_path: Path) -> None:
     folder = OutputFolder.create(tmp_path)
     with MetricsLog(folder) as log:
         log.on_status("starting")
-        log.on_evaluation(0, {"exact_match": 0.25})
-        assert [(line["kind"], line["step"], line["exact_match"]) for line in _lines(folder)] == [
+        log.on_evaluation(0, {"sums/exact_match": 0.25})
+        assert [(line["kind"], line["step"], line["sums/exact_match"]) for line in _lines(folder)] == [
             ("evaluation", 0, 0.25)
         ]
         log.on_step(1, 4, train_metrics(1))
@@ -52,15 +52,15 @@ def test_figures_that_are_not_finite_become_null(tmp_path: Path) -> None:
 def test_tensorboard_reads_the_events(tmp_path: Path) -> None:
     folder = OutputFolder.create(tmp_path)
     with MetricsLog(folder) as log:
-        log.on_evaluation(0, {"exact_match": 0.25})
+        log.on_evaluation(0, {"sums/exact_match": 0.25})
         log.on_step(1, 2, train_metrics(1))
         log.on_step(2, 2, train_metrics(2))
     events = EventAccumulator(str(folder.tensorboard))
     events.Reload()
     tags = events.Tags()["scalars"]
-    assert {"train/loss", "train/reward", "trainer/idle_ratio", "evaluation/exact_match"} <= set(tags)
+    assert {"train/loss", "train/reward", "trainer/idle_ratio", "evaluation/sums/exact_match"} <= set(tags)
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 2.0), (2, 1.0)]
-    assert [(event.step, event.value) for event in events.Scalars("evaluation/exact_match")] == [(0, 0.25)]
+    assert [(event.step, event.value) for event in events.Scalars("evaluation/sums/exact_match")] == [(0, 0.25)]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")

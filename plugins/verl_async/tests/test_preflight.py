@@ -169,7 +169,7 @@ def test_arguments_for_a_chat_template_need_a_chat(check: Check, tmp_path: Path)
 
 def test_an_empty_evaluation_file_is_refused(check: Check, tmp_path: Path) -> None:
     (tmp_path / "held_out.jsonl").write_text("")
-    assert "evaluation.prompts=" in _refused(check, DataError)
+    assert "evaluation.sets.sums.prompts=" in _refused(check, DataError)
 
 
 def test_a_malformed_last_line_is_refused(check: Check, tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_the_reward_of_sft_is_tried_only_if_it_is_used(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path / "recipe.yaml", sft_settings(tmp_path))
     overrides = ["reward.function=no_such_module.score"]
     assert check_sft_job(load_sft_job(recipe, overrides), None) == []
-    overrides.append(f"evaluation.prompts={write_prompts(tmp_path / 'held_out.jsonl')}")
+    overrides.append(f"evaluation.sets.sums.prompts={write_prompts(tmp_path / 'held_out.jsonl')}")
     with pytest.raises(ConfigError, match="no_such_module"):
         check_sft_job(load_sft_job(recipe, overrides), None)
 
@@ -318,9 +318,9 @@ def test_a_column_that_nothing_reads_is_a_remark(check: Check, tmp_path: Path) -
 
 @pytest.mark.fault(28)
 def test_fewer_held_out_prompts_than_asked_for_are_a_remark(check: Check) -> None:
-    (remark,) = check("evaluation.num_prompts=30")
-    assert remark.endswith("holds 4 prompts, fewer than evaluation.num_prompts=30")
-    assert check("evaluation.num_prompts=4") == []
+    (remark,) = check("evaluation.sets.sums.num_prompts=30")
+    assert remark.endswith("holds 4 prompts, fewer than evaluation.sets.sums.num_prompts=30")
+    assert check("evaluation.sets.sums.num_prompts=4") == []
 
 
 @pytest.mark.fault(22)

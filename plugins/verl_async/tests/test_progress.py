@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from plugins.verl_async.tests.report_jobs import sft_metrics, train_metrics
+from plugins.verl_async.tests.report_jobs import evaluated, sft_metrics, train_metrics
 from verl_async.report.live_progress import LiveProgress
 from verl_async.report.plain_progress import PlainProgress
 from verl_async.report.progress import open_progress
@@ -67,13 +67,14 @@ def test_time_left_by_hand() -> None:
 def test_the_panel_shows_every_figure() -> None:
     display = LiveProgress(Console(file=io.StringIO()), "verl-engine train")
     display.on_status("training [with brackets]")
-    display.on_evaluation(0, {"exact_match": 0.25, "reward": 0.3})
+    display.on_evaluation(0, evaluated(0.25, 0.3))
     display.on_step(1, 40, train_metrics(1))
     display.on_step(2, 40, train_metrics(2))
     text = _drawn(display)
     for piece in (
         "verl-engine train", "step 2/40", "0.020", "0.010", "0.50 (max 1)", "6.0 tokens", "1,000 tokens/s", "25%",
-        "50%", "reward trend", "▁█", "exact match 0.250, reward 0.300 (after step 0)", "training [with brackets]",
+        "50%", "reward trend", "▁█", "sums: exact match 0.250, reward 0.300, pass@4 1.000;",
+        "training [with brackets]",
     ):  # fmt: skip
         assert piece in text
 
@@ -130,7 +131,7 @@ def test_elsewhere_lines_are_plain(stream: io.StringIO, term: str, monkeypatch: 
         assert isinstance(display, PlainProgress)
         display.on_status("starting 2 trainer ranks")
         display.on_step(1, 4, train_metrics(1))
-        display.on_evaluation(1, {"exact_match": 0.5})
+        display.on_evaluation(1, {"sums/exact_match": 0.5})
     assert stream.getvalue().isascii()
     assert stream.getvalue().isprintable() is False  # line ends, and nothing else:
     assert stream.getvalue().replace("\n", "").isprintable()
@@ -144,12 +145,12 @@ def test_plain_lines_by_hand() -> None:
         for step in range(1, 9):
             clock.now_s += 2
             display.on_step(step, 10, {"loss": 0.5})
-        display.on_evaluation(8, {"exact_match": 0.5})
+        display.on_evaluation(8, {"sums/exact_match": 0.5, "seconds": 1.0})
     assert stream.getvalue().splitlines() == [
         "[0:00:00] starting",
         "[0:00:02] step 1/10: loss 0.5",
         "[0:00:08] step 4/10 (0:00:12 left): loss 0.5",
         "[0:00:14] step 7/10 (0:00:06 left): loss 0.5",
-        "[0:00:16] evaluation: exact match 0.500 (after step 8)",
+        "[0:00:16] evaluation: sums: exact match 0.500 (after step 8)",
         "[0:00:16] step 8/10 (0:00:04 left): loss 0.5",
     ]

@@ -84,7 +84,7 @@ def test_parquet_does_not_load_other_columns(tmp_path: Path, monkeypatch: pytest
 
 def test_limit_takes_the_first_rows_and_ignores_the_rest(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "p.jsonl", GOOD, GOOD, "{broken")
-    assert [prompt.index for prompt in read_prompts(path, "evaluation.prompts", limit=2)] == [0, 1]
+    assert [prompt.index for prompt in read_prompts(path, "evaluation.sets.sums.prompts", limit=2)] == [0, 1]
 
 
 def test_blank_lines_are_skipped_but_counted(tmp_path: Path) -> None:

@@ -78,13 +78,18 @@ def test_cards_show_the_summary(tmp_path: Path) -> None:
     folder, job, record, spans = OutputFolder.create(tmp_path), train_job(), train_record(4), lockstep_spans(4)
     write_report(folder, job, record, spans, build_summary(job, record, spans, status="finished", seconds=75.0))
     page = Page(folder.report.read_text(encoding="utf-8"))
-    assert {"Exact match", "Trainer idle", "Rollouters idle", "Stale samples"} <= set(page.words["dt"])
-    assert {"0.250 → 0.750", "0.300 → 0.800", "0:01:15", "4", "8", "50%", "1,000"} <= set(page.words["dd"])
+    labels = {"Exact match, sums", "pass@4, sums", "Exact match, chess", "Waited for evaluation"}
+    assert labels | {"Trainer idle", "Rollouters idle", "Stale samples"} <= set(page.words["dt"])
+    assert {"0.250 → 0.750", "0.125 → 0.125", "1.5 s", "0.300 → 0.800", "0:01:15", "4", "8", "50%", "1,000"} <= set(
+        page.words["dd"]
+    )
 
 
 def test_a_train_job_has_every_chart() -> None:
     _, page = _render(train_job(), train_record(4), lockstep_spans(4))
     assert page.charts == [
+        "Evaluation on sums over training steps",
+        "Evaluation on chess over training steps",
         "Reward and exact match over training steps",
         "Loss over training steps",
         "Gradient norm over training steps",
@@ -96,7 +101,7 @@ def test_a_train_job_has_every_chart() -> None:
         "Clipped and cut off over training steps",
         "Timeline: what each actor did when",
     ]
-    assert {"reward", "exact match", "reward, held out", "train", "wait for trainer"} <= set(page.words["li"])
+    assert {"reward", "exact match", "pass@4", "train", "wait for trainer"} <= set(page.words["li"])
 
 
 def test_an_sft_job_leaves_rollout_charts_out() -> None:
@@ -145,10 +150,10 @@ def test_runs_of_any_length_make_a_page(num_steps: int) -> None:
 
 def test_a_run_with_a_first_evaluation_only_says_so() -> None:
     record = RunRecord()
-    record.on_evaluation(0, {"exact_match": 0.25})
+    record.on_evaluation(0, {"sums/exact_match": 0.25})
     _, page = _render(train_job(), record, [])
     assert {"0.250", "first evaluation; there is no second"} <= set(page.words["dd"])
-    assert page.charts == ["Reward and exact match over training steps"]
+    assert page.charts == ["Evaluation on sums over training steps"]
 
 
 def test_figures_that_are_not_finite_leave_gaps() -> None:
@@ -165,9 +170,9 @@ def test_a_reward_that_is_the_exact_match_is_drawn_once() -> None:
     record = RunRecord()
     for step in (1, 2):
         record.on_step(step, 2, {"reward": step / 10, "exact_match": step / 10})
-    record.on_evaluation(2, {"reward": 0.2, "exact_match": 0.2})
+    record.on_evaluation(2, {"sums/reward": 0.2, "sums/exact_match": 0.2})
     _, page = _render(train_job(), record, [])
-    assert page.words["li"] == ["reward = exact match", "reward = exact match, held out"]
+    assert page.words["li"] == ["reward = exact match"] * 2
 
 
 def test_a_long_run_is_drawn_whole_and_zoomed_in() -> None:

@@ -25,7 +25,18 @@ def test_a_finished_run() -> None:
         "exact_match_last": 0.75,
         "reward_first": 0.3,
         "reward_last": 0.8,
-        "measured_on": "evaluations",
+        "measured_on": "evaluation set sums",
+        "evaluations": {
+            "sums": {
+                "exact_match": (0.25, 0.75),
+                "reward": (0.3, 0.8),
+                "mean@4": (0.25, 0.75),
+                "pass@2": (0.5, 0.5),
+                "pass@4": (1.0, 1.0),
+            },
+            "chess": {"exact_match": (0.125, 0.125)},
+        },
+        "evaluation_wait_s": 1.5,
         "seconds": 12.346,
         "num_steps": 4,
         "num_steps_planned": 4,
@@ -51,9 +62,10 @@ def test_without_evaluations_the_first_and_last_ten_steps_are_averaged() -> None
 
 def test_a_run_that_ended_before_its_second_evaluation_has_no_last_figure() -> None:
     record = RunRecord()
-    record.on_evaluation(0, {"exact_match": 0.25, "reward": 0.3})
+    record.on_evaluation(0, {"sums/exact_match": 0.25, "sums/reward": 0.3})
     summary = build_summary(train_job(), record, [], status="interrupted", seconds=1.0)
     assert (summary["exact_match_first"], summary["exact_match_last"]) == (0.25, None)
+    assert summary["evaluations"] == {"sums": {"exact_match": (0.25, None), "reward": (0.3, None)}}
 
 
 def test_an_sft_run_has_no_rollout_figures() -> None:

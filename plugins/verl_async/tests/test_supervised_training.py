@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from plugins.verl_async.tests.fake_rollout import FakeRollout
-from plugins.verl_async.tests.fakes import FakeListener, FakeTexts, FakeTrainer, encoded_prompts
+from plugins.verl_async.tests.fakes import FakeListener, FakeTexts, FakeTrainer, encoded_prompts, evaluation_section
 from verl_async.algorithms.sft_loss import sft_loss
 from verl_async.config import SftJob
 from verl_async.orchestrator.assembly import Actors, Watchers, assemble_supervised
@@ -31,7 +31,7 @@ def sft_job(num_steps: int = 3, timeout_s: float = 5.0, **evaluation: Any) -> Sf
             "engine": EngineConfig(backend="toy", learning_rate=0.1),
             "data": {"examples": Path("examples.jsonl"), "shuffle": False},
             "trainer": {"num_steps": num_steps, "batch_size": 2, "timeout_s": timeout_s},
-            "evaluation": {"prompts": Path("held_out.jsonl"), **evaluation} if evaluation else None,
+            "evaluation": evaluation_section(**evaluation) if evaluation else None,
         }
     )
 
@@ -48,7 +48,7 @@ class Run:
             job,
             cast("ModelTexts", FakeTexts()),
             examples,
-            encoded_prompts(2) if job.evaluation else [],
+            {"sums": encoded_prompts(2)} if job.evaluation else {},
             Actors(self.trainer, self.rollouts),
             Watchers(self.listener, self.timeline),
         )

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, model_validator
 
 from verl_async.algorithms.kl import KlEstimator
 from verl_async.algorithms.names import ADVANTAGES, LOSSES
 from verl_async.data_config import DataConfig, NamedPath, SftDataConfig
+from verl_async.evaluation_config import COLDEST, EvaluationConfig
 from verl_async.references import known_or_reference
 from verl_async.reward_config import LONGEST_S, RewardConfig
 from verl_async.workflow_names import WORKFLOWS
 from verl_engine.contract.bounded import Count, CountOrZero, NonNegative, Positive, Ranks, Threads
 from verl_engine.contract.engine_config import EngineConfig
 from verl_engine.contract.strict_model import StrictModel
-
-_COLDEST: Final = 1e-4
-"""Of sampling: logits divided by far less overflow."""
 
 
 class ModelConfig(StrictModel):
@@ -48,7 +46,7 @@ class RolloutConfig(StrictModel):
     """Samples drawn for each prompt: a GRPO group."""
     max_response_tokens: Count = 1024
     """Longest answer; of a conversation, all that comes behind the prompt."""
-    temperature: float = Field(default=1.0, ge=_COLDEST, le=1e4)
+    temperature: float = Field(default=1.0, ge=COLDEST, le=1e4)
     """Of sampling; the trainer's log-probabilities use it too."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling; 1 keeps every token."""
@@ -203,27 +201,6 @@ class SftTrainerConfig(_Length):
     """Port of the trainer's process group; by default a free one."""
     timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_S)
     """For one call to the trainer ranks; then the job ends and names those that did not answer."""
-
-
-def _greedy_or_warm(temperature: float) -> float:
-    if 0 < temperature < _COLDEST:
-        raise ValueError(f"must be 0, which takes the likeliest token, or at least {_COLDEST:g}")
-    return temperature
-
-
-class EvaluationConfig(StrictModel):
-    """Held-out prompts, answered at the start, at the end, and in between."""
-
-    prompts: NamedPath
-    """Parquet or JSONL file of held-out prompts, in the columns of the training prompts."""
-    num_prompts: Count = 256
-    """The first so many rows."""
-    temperature: Annotated[float, AfterValidator(_greedy_or_warm)] = Field(default=1.0, ge=0, le=1e4)
-    """Of sampling; 0 takes the likeliest token."""
-    every_steps: Count | None = None
-    """Evaluate after so many training steps; by default only at the start and the end."""
-    stop_at_exact_match: float | None = Field(default=None, gt=0, le=1)
-    """End training early once this share of answers is exact."""
 
 
 class WeightSyncConfig(StrictModel):

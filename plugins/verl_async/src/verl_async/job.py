@@ -268,6 +268,8 @@ def _with_absolute_paths(model: _Model, at: str = "") -> _Model:
             changes[name] = _with_absolute_paths(value, f"{at}{name}.")
         elif isinstance(value, tuple) and any(isinstance(item, BaseModel) for item in value):
             changes[name] = tuple(_with_absolute_paths(item, f"{at}{name}[{i}].") for i, item in enumerate(value))
+        elif isinstance(value, dict) and any(isinstance(item, BaseModel) for item in value.values()):
+            changes[name] = {key: _with_absolute_paths(item, f"{at}{name}.{key}.") for key, item in value.items()}
     return model.model_copy(update=changes)
 
 

@@ -86,7 +86,7 @@ def input_paths(job: TrainJob | SftJob) -> list[Path]:
     return [
         job.model.path,
         *(path for _, path in listed(data, "")),
-        *([job.evaluation.prompts] if job.evaluation else []),
+        *(one.prompts for one in (job.evaluation.sets.values() if job.evaluation else ())),
     ]
 
 
@@ -138,15 +138,17 @@ def _remark_on_schedule(job: TrainJob | SftJob) -> list[str]:
 
 def _read_evaluation(job: TrainJob | SftJob) -> tuple[list[Prompt], list[str]]:
     """Read the held-out prompts; returns remarks too."""
-    config = job.evaluation
-    if config is None:
-        return [], []
-    where, columns = f"evaluation.prompts={config.prompts}", set[str]()
-    prompts = read_prompts(config.prompts, "evaluation.prompts", config.num_prompts, columns)
-    remarks = _remark_on_columns(where, columns, PROMPT_COLUMNS)
-    if len(prompts) < config.num_prompts and "num_prompts" in config.model_fields_set:
-        remarks.append(f"{where} holds {len(prompts)} prompts, fewer than evaluation.num_prompts={config.num_prompts}")
-    return prompts, remarks
+    found: list[Prompt] = []
+    remarks = []
+    for name, config in job.evaluation.sets.items() if job.evaluation else ():
+        at, columns = f"evaluation.sets.{name}", set[str]()
+        prompts = read_prompts(config.prompts, f"{at}.prompts", config.num_prompts, columns)
+        where = f"{at}.prompts={config.prompts}"
+        remarks += _remark_on_columns(where, columns, PROMPT_COLUMNS)
+        if len(prompts) < config.num_prompts and "num_prompts" in config.model_fields_set:
+            remarks.append(f"{where} holds {len(prompts)} prompts, fewer than {at}.num_prompts={config.num_prompts}")
+        found += prompts
+    return found, remarks
 
 
 def _remark_on_columns(where: str, found: set[str], used: Sequence[str]) -> list[str]:

@@ -84,9 +84,16 @@ def _fail(ended: EndedJob, problems: list[str]) -> None:
 
 def _say_where(folder: OutputFolder, summary: dict[str, Any]) -> None:
     """End with what came out and where it lies."""
-    first, last = summary["exact_match_first"], summary["exact_match_last"]
-    gain = f", exact match {first:.3f} -> {last:.3f}" if isinstance(first, float) and isinstance(last, float) else ""
-    say(f"{summary['status']} after {summary['num_steps']} steps and {summary['seconds']:.0f} s{gain}")
+    names = {
+        f" on {name}": metrics.get("exact_match", (None, None)) for name, metrics in summary["evaluations"].items()
+    }
+    changes = names or {"": (summary["exact_match_first"], summary["exact_match_last"])}
+    gains = (
+        f", exact match{name} {first:.3f} -> {last:.3f}"
+        for name, (first, last) in changes.items()
+        if isinstance(first, float) and isinstance(last, float)
+    )
+    say(f"{summary['status']} after {summary['num_steps']} steps and {summary['seconds']:.0f} s{''.join(gains)}")
     if summary["num_steps_skipped"]:
         warn(
             f"{summary['num_steps_skipped']} of the steps changed no weight: in every group all rewards were equal, or "

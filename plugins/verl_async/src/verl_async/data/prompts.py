@@ -31,11 +31,11 @@ class Prompt:
     extra_info: dict[str, Any]
     """Whatever else the reward function reads; empty where the file has none."""
     file: str = ""
-    """Which of several files it is from, such as ``data.prompts[1]``; empty where there is one."""
+    """Which file it is from, such as ``data.prompts[1]``; empty for the one file of ``data.prompts``."""
 
     @property
     def row(self) -> str:
-        """Its row, and the file where there are several; for messages."""
+        """Its row, and which file; for messages."""
         return f"row {self.index} of {self.file}" if self.file else f"row {self.index}"
 
 
@@ -52,7 +52,7 @@ def read_prompts(path: Path, field: str, limit: int | None = None, found: set[st
         DataError: the file is missing, of another kind, empty or malformed; names the line (JSONL, from 1) or the row
             (Parquet, from 0).
     """
-    file = field if field.endswith("]") else ""
+    file = field if field.endswith("]") or field.startswith("evaluation.") else ""
     return [_read_prompt(row, file) for row in read_rows(path, field, COLUMNS, limit, found)]
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from verl_async.algorithms.algorithm import Algorithm
 from verl_async.orchestrator.async_training import AsyncTraining
 from verl_async.orchestrator.dispatcher import Dispatcher
-from verl_async.orchestrator.evaluation import SEED, Evaluation
+from verl_async.orchestrator.evaluation import SEED, Evaluation, EvaluationSet
 from verl_async.orchestrator.policy_update import PolicyUpdate
 from verl_async.orchestrator.prompt_source import PromptSource
 from verl_async.orchestrator.rollout_worker import RolloutWorker
@@ -20,7 +21,7 @@ from verl_async.orchestrator.weight_sync import WeightSync
 from verl_async.orchestrator.workflow import load_workflow
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from verl_async.config import SftJob, TrainJob
     from verl_async.data.order import Mix
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from verl_async.orchestrator.workflow import Workflow
     from verl_async.rollout.interface import SamplingParams
     from verl_engine.batch import sequence
+
+    HeldOut = Mapping[str, Sequence[EncodedPrompt]]
+    """Prompts of each evaluation set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,7 @@ def assemble_training(
     job: TrainJob,
     texts: ModelTexts,
     prompts: Sequence[EncodedPrompt],
-    held_out: Sequence[EncodedPrompt],
+    held_out: HeldOut,
     actors: Actors,
     watchers: Watchers,
     mix: Mix | None = None,
@@ -68,8 +72,11 @@ def assemble_training(
     queue = SampleQueue(job.async_training.queue_size or limit)
     source = PromptSource(prompts, job.data.seed, job.data.shuffle, mix)
     algorithm = Algorithm.load(job.algorithm)
-    scorer = texts.scorer(job.reward, [*prompts, *held_out], watchers.listener.on_note, watchers.timeline)
+    every_prompt = chain(prompts, *held_out.values())
+    scorer = texts.scorer(job.reward, every_prompt, watchers.listener.on_note, watchers.timeline)
     weights = _weight_sync(job, actors.trainer, workers, interrupt=job.async_training.partial_rollout)
+    on_policy = job.async_training.staleness_threshold == 0
+    evaluation = _evaluation(job, texts, held_out, workers, watchers, scorer, stops_training=on_policy)
     dispatcher = Dispatcher(
         workers=workers,
         source=source,
@@ -77,7 +84,7 @@ def assemble_training(
         queue=queue,
         sampler=_sampler(job, texts, scorer, texts.sampling(job.rollout), job.data.seed),
         config=job.rollout,
-        put_timeout_s=_longest_step_s(job, algorithm, len(held_out)),
+        put_timeout_s=_longest_step_s(job, algorithm) + (evaluation.timeout_s if evaluation else 0.0),
     )
     return AsyncTraining(
         job=job,
@@ -94,7 +101,7 @@ def assemble_training(
         ),
         weights=weights,
         scorer=scorer,
-        evaluation=_evaluation(job, texts, held_out, workers, watchers, scorer),
+        evaluation=evaluation,
         timeline=watchers.timeline,
         listener=watchers.listener,
     )
@@ -104,17 +111,17 @@ def assemble_supervised(
     job: SftJob,
     texts: ModelTexts,
     examples: list[sequence.Sequence],
-    held_out: Sequence[EncodedPrompt],
+    held_out: HeldOut,
     actors: Actors,
     watchers: Watchers,
     mix: Mix | None = None,
 ) -> SupervisedTraining:
     """Build the supervised job; without evaluation it needs no rollout workers."""
     workers = _workers(job, actors, watchers)
-    scorer = (
-        texts.scorer(job.reward, held_out, watchers.listener.on_note, watchers.timeline) if job.evaluation else None
+    scorer = texts.scorer(
+        job.reward, chain.from_iterable(held_out.values()), watchers.listener.on_note, watchers.timeline
     )
-    evaluation = _evaluation(job, texts, held_out, workers, watchers, scorer)
+    evaluation = _evaluation(job, texts, held_out, workers, watchers, scorer, stops_training=False)
     weights = _weight_sync(job, actors.trainer, workers, interrupt=False)
     return SupervisedTraining(
         job=job,
@@ -136,18 +143,13 @@ def _sampler(job: TrainJob | SftJob, texts: ModelTexts, scorer: Scorer, sampling
     return Sampler(workflow, scorer, sampling, seed, texts.chat_settings, job.rollout.workflow_timeout_s)
 
 
-def _longest_step_s(job: TrainJob, algorithm: Algorithm, num_held_out: int) -> float:
-    """Return how long the trainer may leave the queue alone: update, sync and evaluation, each at its limits."""
+def _longest_step_s(job: TrainJob, algorithm: Algorithm) -> float:
+    """Return how long update and sync may take, each at its limits."""
     is_recomputed = job.algorithm.old_log_probs == "recompute"
     num_calls = job.async_training.require_batches * (1 + is_recomputed + algorithm.needs_reference)
     num_calls += is_recomputed  # of the weights of a sync a snapshot is taken
     sync_s = 2 * job.weight_sync.timeout_s + job.rollout.timeout_s
-    num_answers = -(-num_held_out // job.rollout.num_workers)
-    num_batches = -(-num_answers // (job.rollout.max_batch_prompts * job.rollout.n))
-    # One batch more: training prompts are answered beside.
-    evaluation_s = (num_batches + 1) * (job.rollout.timeout_s + job.rollout.workflow_timeout_s)
-    evaluation_s += job.reward.longest_s(num_held_out)
-    return num_calls * job.trainer.timeout_s + sync_s + evaluation_s
+    return num_calls * job.trainer.timeout_s + sync_s
 
 
 def _weight_sync(
@@ -166,19 +168,31 @@ def _weight_sync(
 def _evaluation(
     job: TrainJob | SftJob,
     texts: ModelTexts,
-    held_out: Sequence[EncodedPrompt],
+    held_out: HeldOut,
     workers: list[RolloutWorker],
     watchers: Watchers,
-    scorer: Scorer | None,
+    scorer: Scorer,
+    *,
+    stops_training: bool,
 ) -> Evaluation | None:
-    if job.evaluation is None or scorer is None:
+    if job.evaluation is None:
         return None
+    sets = []
+    for name, config in job.evaluation.sets.items():
+        sampler = _sampler(job, texts, scorer, texts.sampling(job.rollout, config), SEED)
+        sets.append(EvaluationSet(name, config, held_out[name], replace(sampler, held_out=name)))
+    num_samples = sum(one.num_samples for one in sets)
+    num_batches = -(-num_samples // (job.rollout.num_workers * job.rollout.max_batch_prompts * job.rollout.n))
+    has_aim = any(one.config.stop_at_exact_match is not None for one in sets)
     return Evaluation(
-        prompts=held_out,
+        sets=sets,
         workers=workers,
-        sampler=_sampler(job, texts, scorer, texts.sampling(job.rollout, job.evaluation.temperature), SEED),
         timeline=watchers.timeline,
         listener=watchers.listener,
-        config=job.evaluation,
+        every_steps=job.evaluation.every_steps,
         rollout=job.rollout,
+        stops_training=stops_training or job.rollout.deterministic or has_aim,
+        # One batch more: training prompts are answered beside.
+        timeout_s=(num_batches + 1) * (job.rollout.timeout_s + job.rollout.workflow_timeout_s)
+        + job.reward.longest_s(num_samples),
     )

@@ -8,9 +8,10 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from verl_async.orchestrator.idle_note import idle_note
-from verl_async.orchestrator.waiting import beside
+from verl_async.orchestrator.waiting import beside, task_group
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Sequence
 
     from verl_async.config import TrainJob
@@ -58,11 +59,15 @@ class AsyncTraining:
             self.listener.on_note(note)
 
     async def _train(self) -> None:
+        async with task_group() as evaluations:
+            await self._take_steps(evaluations)
+
+    async def _take_steps(self, evaluations: asyncio.TaskGroup) -> None:
         """Collect, update, sync, report; step after step."""
-        await self._sync()
-        if await self._evaluate(0):
-            return
         config, num_steps = self.job.async_training, self.job.trainer.steps
+        await self._sync()
+        if await self._go_on(0, evaluations):
+            return
         for step in range(1, num_steps + 1):
             started, num_waiting = time.monotonic(), len(self.queue)
             groups = await self._collect(config.require_batches * self.job.trainer.mini_batch_size)
@@ -70,10 +75,11 @@ class AsyncTraining:
             with self.timeline.span("trainer", "train"):
                 since_sync = (step - 1) % config.trigger_parameter_sync_step
                 figures = {"queue_size": float(num_waiting), **await self.update.run(groups, since_sync)}
-            if step % config.trigger_parameter_sync_step == 0 or step == num_steps:
+            syncs = step % config.trigger_parameter_sync_step == 0 or step == num_steps
+            if syncs:
                 await self._sync()
             self._report(step, groups, version, figures, time.monotonic() - started)
-            if await self._evaluate(step):
+            if syncs and await self._go_on(step, evaluations):
                 return
 
     async def _collect(self, count: int) -> list[ScoredGroup]:
@@ -83,20 +89,25 @@ class AsyncTraining:
             num_scored = self.job.rollout.n * self.job.rollout.max_batch_prompts * len(self.workers)
             rollout = self.job.rollout
             timeout_s = rollout.timeout_s + rollout.workflow_timeout_s + self.job.reward.longest_s(num_scored)
+            if self.evaluation is not None and self.evaluation.is_running:
+                timeout_s += self.evaluation.timeout_s  # it takes room at the workers
             groups = await self.queue.take(count, timeout_s)
         self.budget.trained(count)
         return sorted(groups, key=lambda group: group.draw.number)
 
     async def _sync(self) -> None:
+        if self.evaluation is not None:
+            await self.evaluation.generated()
         with self.timeline.span("trainer", "sync weights"):
             await self.weights.run()
-        self.budget.synced()
 
-    async def _evaluate(self, step: int) -> bool:
-        """Evaluate where it is due; return whether training has reached its aim."""
-        if self.evaluation is None or not self.evaluation.is_due(step, self.job.trainer.steps):
-            return False
-        return await self.evaluation.run_and_report(step)
+    async def _go_on(self, step: int, evaluations: asyncio.TaskGroup) -> bool:
+        """Begin an evaluation where it is due, and have prompts rolled out; return whether training is at its aim."""
+        evaluation, num_steps = self.evaluation, self.job.trainer.steps
+        if evaluation is not None and await evaluation.begin(step, num_steps, evaluations):
+            return True
+        self.budget.synced()
+        return False
 
     def _report(
         self, step: int, groups: list[ScoredGroup], version: int, figures: dict[str, float], seconds: float

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from verl_async.config import RolloutConfig, SftJob, TrainJob
     from verl_async.data.examples import Conversation, Example
     from verl_async.data.prompts import Prompt
+    from verl_async.evaluation_config import EvaluationSetConfig
     from verl_async.orchestrator.timeline import Timeline
     from verl_async.reward_config import RewardConfig
     from verl_engine.batch.sequence import Sequence
@@ -106,14 +107,14 @@ class ModelTexts:
         check_vocabulary(self.tokenizer, token_ids, self.vocab_size, f"{field}, row {prompt.index}")
         return EncodedPrompt(prompt, token_ids)
 
-    def sampling(self, config: RolloutConfig, temperature: float | None = None) -> SamplingParams:
-        """Return how to sample; another temperature than the rollout's means evaluation, without top-p and top-k."""
-        evaluating = temperature is not None
+    def sampling(self, config: RolloutConfig, held_out: EvaluationSetConfig | None = None) -> SamplingParams:
+        """Return how to sample for training, or for a set of held-out prompts."""
+        settings = config if held_out is None else held_out
         return SamplingParams(
             max_new_tokens=config.max_response_tokens,
-            temperature=config.temperature if temperature is None else temperature,
-            top_p=1.0 if evaluating else config.top_p,
-            top_k=0 if evaluating else config.top_k,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
             stop_token_ids=self.stop_token_ids,
         )
 
@@ -167,20 +168,20 @@ def read_training_prompts(
 
 def read_evaluation_prompts(
     job: TrainJob | SftJob, texts: ModelTexts, max_tokens: int, say: Callable[[str], None]
-) -> list[EncodedPrompt]:
-    """Read and tokenize the held-out prompts; none where no evaluation is configured.
+) -> dict[str, list[EncodedPrompt]]:
+    """Read and tokenize the held-out prompts, by the names of their sets; no set where no evaluation is configured.
 
     Raises:
         DataError: a row is malformed or too long, or none is left.
         ConfigError: a prompt with its answer is longer than the model's positions.
     """
-    if job.evaluation is None:
-        return []
-    field = "evaluation.prompts"
-    rows = read_prompts(job.evaluation.prompts, field, job.evaluation.num_prompts)
-    prompts = _fitting(rows, partial(_encode, texts, max_tokens, field), job.data.overlong, field, say)
-    _check_positions(prompts, job.rollout.max_response_tokens, texts.max_tokens, field)
-    return prompts
+    found = {}
+    for name, config in job.evaluation.sets.items() if job.evaluation else ():
+        field = f"evaluation.sets.{name}.prompts"
+        rows = read_prompts(config.prompts, field, config.num_prompts)
+        found[name] = _fitting(rows, partial(_encode, texts, max_tokens, field), job.data.overlong, field, say)
+        _check_positions(found[name], job.rollout.max_response_tokens, texts.max_tokens, field)
+    return found
 
 
 def read_training_examples(job: SftJob, texts: ModelTexts, say: Callable[[str], None]) -> tuple[list[Sequence], Mix]:

@@ -40,6 +40,8 @@ class Sampler:
     """Arguments for the chat template."""
     timeout_s: float = 60.0
     """Of ``rollout.workflow_timeout_s``."""
+    held_out: str = ""
+    """Name of the evaluation set it samples for; empty for training."""
 
     async def group(self, draw: Draw, lanes: Sequence[Lane]) -> ScoredGroup:
         """Return the group when its last trajectory is scored.
@@ -92,7 +94,8 @@ class _Client:
     """A `WorkflowClient`."""
 
     def __init__(self, sampler: Sampler, draw: Draw, place: int, lane: Lane) -> None:
-        self.sample_id = draw.sample_id(place)
+        # A worker must not take a conversation of an evaluation for one of training.
+        self.sample_id = "/".join(filter(None, (sampler.held_out, draw.sample_id(place))))
         self.sampling = sampler.sampling
         self._sampler = sampler
         self._draw = draw
@@ -122,7 +125,8 @@ class _Client:
             num_new = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
             sampling = replace(sampling, max_new_tokens=num_new, stop_strings=stop_strings)
         key = self.sample_id if goes_on else ""
-        request = GenerationRequest(tuple(token_ids), sampling, (seed,), affinity_key=key)
+        trains = not self._sampler.held_out  # engines need not give log-probs under every setting
+        request = GenerationRequest(tuple(token_ids), sampling, (seed,), affinity_key=key, log_probs=trains)
         self._num_running += 1
         self.limit.reschedule(None)  # the worker has a limit of its own
         try:

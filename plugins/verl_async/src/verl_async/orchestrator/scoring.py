@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from statistics import fmean
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
@@ -95,9 +96,14 @@ class Scorer:
             self.timeline.record(Span("scoring", "score", self._since_s, now_s))
             self._since_s = now_s
 
-    def figures(self, groups: Iterable[ScoredGroup]) -> dict[str, float]:
+    def figures(
+        self, groups: Iterable[ScoredGroup], more: Callable[[ScoredGroup], Iterable[tuple[str, float]]] = lambda _: ()
+    ) -> dict[str, float]:
         """Average what the reward functions say of some groups, and count what failed.
 
+        Args:
+            groups: to average over.
+            more: names and values of further metrics of a group, which are averaged too.
         Returns:
             ``reward``, ``exact_match``, and ``reward/KEY`` for each other number that a function returned: means over
             the samples that have it. Where the job has several data sources, also of each, behind
@@ -107,7 +113,7 @@ class Scorer:
         groups = list(groups)
         values: defaultdict[str, list[float]] = defaultdict(list)
         for group in groups:
-            for name, value in _figures(group):
+            for name, value in chain(_figures(group), more(group)):
                 values[name].append(value)
                 if len(self.data_sources) > 1:
                     values[f"data_source/{group.draw.encoded.prompt.data_source}/{name}"].append(value)

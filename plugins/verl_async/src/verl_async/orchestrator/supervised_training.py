@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 from verl_async.algorithms.sft_loss import sft_loss
 from verl_async.data.order import Mix
 from verl_async.orchestrator.batches import SharePlan
-from verl_async.orchestrator.waiting import beside, within
+from verl_async.orchestrator.waiting import beside, task_group, within
 
 if TYPE_CHECKING:
+    import asyncio
+
     from verl_async.config import SftJob
     from verl_async.orchestrator.actors import Trainer
     from verl_async.orchestrator.evaluation import Evaluation
@@ -41,19 +43,23 @@ class SupervisedTraining:
         if self.evaluation is None:
             return await self._run()
         evaluation, _ = self.evaluation
-        async with evaluation.sampler.scorer.pool:
+        async with evaluation.sets[0].sampler.scorer.pool:
             return await beside(self._run(), *(worker.serve() for worker in evaluation.workers))
 
     async def _run(self) -> None:
+        async with task_group() as evaluations:
+            await self._take_steps(evaluations)
+
+    async def _take_steps(self, evaluations: asyncio.TaskGroup) -> None:
         order = (self.mix or Mix((len(self.examples),))).order(self.job.data.shuffle, self.job.data.seed)
-        if await self._evaluate(0):
+        if await self._evaluate(0, evaluations):
             return
         for step in range(1, self.job.trainer.steps + 1):
             started = time.monotonic()
             with self.timeline.span("trainer", "train"):
                 report = await self._train([self.examples[next(order)] for _ in range(self.job.trainer.batch_size)])
             self._report(step, report, time.monotonic() - started)
-            if await self._evaluate(step):
+            if await self._evaluate(step, evaluations):
                 return
 
     async def _train(self, batch: list[Sequence]) -> StepReport:
@@ -65,15 +71,16 @@ class SupervisedTraining:
             self.trainer.train_batch(plan.pick(batch), sft_loss, temperature=1.0),
         )
 
-    async def _evaluate(self, step: int) -> bool:
+    async def _evaluate(self, step: int, evaluations: asyncio.TaskGroup) -> bool:
         if self.evaluation is None:
             return False
         evaluation, weights = self.evaluation
         if not evaluation.is_due(step, self.job.trainer.steps):
             return False
+        await evaluation.generated()
         with self.timeline.span("trainer", "sync weights"):
             await weights.run()
-        return await evaluation.run_and_report(step)
+        return await evaluation.begin(step, self.job.trainer.steps, evaluations)
 
     def _report(self, step: int, report: StepReport, seconds: float) -> None:
         self.listener.on_step(

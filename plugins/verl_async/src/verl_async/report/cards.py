@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from verl_async.report.progress_state import duration
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from verl_async.report.record import RunRecord
 
@@ -25,14 +25,12 @@ class Card:
 
 def build_cards(summary: Mapping[str, Any], record: RunRecord) -> list[Card]:
     """Word the figures of a summary; those that the run does not have are left out."""
-    measured = "first and last evaluation" if record.evaluations else "first and last 10 steps"
     skipped = f"{summary['num_steps_skipped']} skipped" if summary["num_steps_skipped"] else ""
     planned = (
         f"of {summary['num_steps_planned']:,} planned" if summary["num_steps"] != summary["num_steps_planned"] else ""
     )
     cards = [
-        _change("Exact match", summary["exact_match_first"], summary["exact_match_last"], measured),
-        _change("Reward", summary["reward_first"], summary["reward_last"], measured),
+        *_changes(summary),
         Card("Time", duration(summary["seconds"]), "h:mm:ss"),
         Card("Training steps", f"{summary['num_steps']:,}", ", ".join(filter(None, (planned, skipped)))),
         Card("Prompts trained on", f"{summary['num_prompts']:,}"),
@@ -40,10 +38,25 @@ def build_cards(summary: Mapping[str, Any], record: RunRecord) -> list[Card]:
         _count("Weight versions", summary["weight_versions"], "sent to the rollouters"),
         _throughput(record),
         _share("Trainer idle", summary["trainer_idle_ratio"]),
+        Card("Waited for evaluation", f"{summary['evaluation_wait_s']:,.1f} s", "by the trainer")
+        if record.evaluations
+        else None,
         # A supervised job has rollouters for its evaluations only: they are idle by design.
         None if summary["stale_samples"] is None else _share("Rollouters idle", summary["rollouter_idle_ratio"]),
     ]
     return [card for card in cards if card is not None]
+
+
+def _changes(summary: Mapping[str, Any]) -> Iterator[Card | None]:
+    """Word what was learned: on each evaluation set, with the pass@k of the most tries; else in training."""
+    for name, metrics in summary["evaluations"].items():
+        tries = [metric for metric in metrics if metric.startswith("pass@")][-1:]
+        for metric, label in [("exact_match", "Exact match"), ("reward", "Reward"), *((one, one) for one in tries)]:
+            first, last = metrics.get(metric, (None, None))
+            yield _change(f"{label}, {name}", first, last, "first and last evaluation")
+    if not summary["evaluations"]:
+        for metric, label in (("exact_match", "Exact match"), ("reward", "Reward")):
+            yield _change(label, summary[f"{metric}_first"], summary[f"{metric}_last"], "first and last 10 steps")
 
 
 def _change(label: str, first: float | None, last: float | None, note: str) -> Card | None:

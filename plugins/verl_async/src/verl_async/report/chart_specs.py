@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +49,22 @@ class ChartSpec:
     """Of the vertical axis; stands beside the title, where it takes no room from the curve."""
     lines: tuple[Line, ...]
     evaluated: tuple[Line, ...] = ()
-    """Points of the evaluations."""
+    """Of the evaluations: few, so that each is a point."""
     number: Literal["plain", "percent", "large", "small"] = "plain"
     """How the vertical axis is numbered."""
     from_zero: bool = True
     smooth: bool = True
     caption: str = ""
+
+
+def evaluation_chart(name: str, metrics: Iterable[str]) -> ChartSpec:
+    """Return the chart of an evaluation set; of its pass@k, the one with the most tries."""
+    tries = [metric for metric in metrics if metric.startswith("pass@")][-1:]
+    lines = [("reward", "reward", "blue"), ("exact_match", "exact match", "orange")]
+    lines += [(metric, metric, "green") for metric in tries]
+    evaluated = tuple(Line(f"{name}/{metric}", label, colour) for metric, label, colour in lines)
+    title = f"Evaluation on {name}"
+    return ChartSpec(f"evaluation-{name}", title, "mean", (), evaluated, from_zero=False, smooth=False)
 
 
 CHARTS: Final = (
@@ -60,7 +73,6 @@ CHARTS: Final = (
         "Reward and exact match",
         "sample mean",
         lines=(Line("reward", "reward", "blue"), Line("exact_match", "exact match", "orange")),
-        evaluated=(Line("reward", "reward", "blue"), Line("exact_match", "exact match", "orange")),
         from_zero=False,
     ),
     ChartSpec("loss", "Loss", "mean over loss tokens", (Line("loss", "loss", "blue"),), from_zero=False),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from verl_async.report.chart_specs import CHARTS, Chart, LegendEntry, Line
+from verl_async.report.chart_specs import CHARTS, Chart, LegendEntry, Line, evaluation_chart
 from verl_async.report.chart_style import PLACEHOLDER, figure, inline_svg
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ _HEIGHT_PX: Final = 215
 
 def metric_charts(record: RunRecord) -> list[Chart]:
     """Draw every chart that has something to show; those of figures that the job never reported are left out."""
-    return [chart for spec in CHARTS if (chart := _draw(spec, record)) is not None]
+    evaluated = [evaluation_chart(name, metrics) for name, metrics in record.sets.items()]
+    return [chart for spec in (*evaluated, *CHARTS) if (chart := _draw(spec, record)) is not None]
 
 
 def _draw(spec: ChartSpec, record: RunRecord) -> Chart | None:
@@ -46,22 +47,22 @@ def _draw(spec: ChartSpec, record: RunRecord) -> Chart | None:
             _plot_line(axes, line, *_series(record.steps, line.metric), window)
         for line in evaluated:
             steps, values = _series(record.evaluations, line.metric)
-            axes.plot(steps, values, "o", color=PLACEHOLDER[line.colour], markersize=6, clip_on=False, zorder=5)
+            axes.plot(steps, values, "o-", color=PLACEHOLDER[line.colour], markersize=6, clip_on=False, zorder=5)
         last_step = max(entry.step for entry in (*record.steps, *record.evaluations))
         axes.set_xlim(0, max(last_step, 1))
         _label(axes, spec)
         svg = inline_svg(drawn, spec.name, f"{spec.title} over training steps")
     smoothing = f"Bold: running mean over {window} steps." if window > 1 and lines else ""
     return Chart(
-        spec.title, spec.unit, " ".join(filter(None, (spec.caption, smoothing))), svg, _legend(lines, evaluated)
+        spec.title, spec.unit, " ".join(filter(None, (spec.caption, smoothing))), svg, _legend(spec, lines, evaluated)
     )
 
 
-def _legend(lines: Sequence[Line], evaluated: Sequence[Line]) -> tuple[LegendEntry, ...]:
-    if len(lines) + len(evaluated) == 1:
+def _legend(spec: ChartSpec, lines: Sequence[Line], evaluated: Sequence[Line]) -> tuple[LegendEntry, ...]:
+    if len(spec.lines) + len(spec.evaluated) == 1:
         return ()
     curves = (LegendEntry(line.label, line.colour, "line") for line in lines)
-    return (*curves, *(LegendEntry(f"{line.label}, held out", line.colour, "dot") for line in evaluated))
+    return (*curves, *(LegendEntry(line.label, line.colour, "dot") for line in evaluated))
 
 
 def _distinct(entries: Sequence[Recorded], lines: Iterable[Line]) -> list[Line]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
+from verl_async.report.record import evaluated_sets
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
@@ -85,12 +87,13 @@ class ProgressState:
 
     def evaluation_text(self) -> str:
         """The last evaluation in a few words."""
-        parts = [
-            f"{label} {self.evaluation[name]:.3f}"
-            for name, label in (("exact_match", "exact match"), ("reward", "reward"))
-            if name in self.evaluation
-        ]
-        return f"{', '.join(parts)} (after step {self.evaluation_step})"
+        texts = []
+        for name, metrics in evaluated_sets(self.evaluation).items():
+            tries = [metric for metric in metrics if metric.startswith("pass@")][-1:]  # with the most
+            labels = {"exact_match": "exact match", "reward": "reward"} | {metric: metric for metric in tries}
+            parts = (f"{label} {metrics[metric]:.3f}" for metric, label in labels.items() if metric in metrics)
+            texts.append(f"{name}: {', '.join(parts)}")
+        return f"{'; '.join(texts)} (after step {self.evaluation_step})"
 
 
 def duration(seconds: float) -> str:

@@ -21,6 +21,16 @@ class Recorded:
     metrics: Mapping[str, float]
 
 
+def evaluated_sets(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Divide the figures of an evaluation by its sets, with whose names they begin; in their order."""
+    sets: dict[str, dict[str, float]] = {}
+    for full_name, value in metrics.items():
+        name, slash, metric = full_name.partition("/")
+        if slash:
+            sets.setdefault(name, {})[metric] = value
+    return sets
+
+
 @dataclass(slots=True)
 class RunRecord:
     """A listener that remembers. Some 30 floats a step: a run of 100,000 steps takes about 200 MB."""
@@ -53,3 +63,8 @@ class RunRecord:
     def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Keep the figures of an evaluation."""
         self.evaluations.append(Recorded(step, self.elapsed_s, dict(metrics)))
+
+    @property
+    def sets(self) -> dict[str, dict[str, float]]:
+        """The evaluation sets, each with the figures of its first evaluation."""
+        return evaluated_sets(self.evaluations[0].metrics) if self.evaluations else {}

@@ -39,11 +39,14 @@ def build_summary(
 
     Returns:
         Figures by name, ready for JSON; None where the run has no such figure. ``exact_match_first`` and ``_last`` (and
-        so the rewards) are of the first and last evaluation; without any, means over the first and last 10 training
-        steps.
+        so the rewards) are of the first and last evaluation on the first set; without any, means over the first and
+        last 10 training steps. ``evaluations`` holds first and last of each metric of each set.
     """
-    exact_match_first, exact_match_last = _first_and_last(record, "exact_match")
-    reward_first, reward_last = _first_and_last(record, "reward")
+    sets = record.sets
+    headline = next(iter(sets), "")
+    prefix = f"{headline}/" if headline else ""
+    exact_match_first, exact_match_last = _first_and_last(record, f"{prefix}exact_match")
+    reward_first, reward_last = _first_and_last(record, f"{prefix}reward")
     idle = IdleRatios(spans)
     trainer_idle, rollouter_idle = idle.of("trainer"), idle.of("rollouter")
     return {
@@ -54,7 +57,12 @@ def build_summary(
         "exact_match_last": exact_match_last,
         "reward_first": reward_first,
         "reward_last": reward_last,
-        "measured_on": "evaluations" if record.evaluations else "training steps",
+        "measured_on": f"evaluation set {headline}" if headline else "training steps",
+        "evaluations": {
+            name: {metric: _first_and_last(record, f"{name}/{metric}") for metric in metrics}
+            for name, metrics in sets.items()
+        },
+        "evaluation_wait_s": round(sum(entry.metrics.get("wait_s", 0.0) for entry in record.evaluations), 3),
         "seconds": round(seconds, 3),
         "num_steps": len(record.steps),
         "num_steps_planned": job.trainer.num_steps or record.num_steps,  # of epochs, known since the first step

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[np.float64]
 
+_OTHER: Final = "soft"
 ACTIVITIES: Final = {
     "train": "blue",
     "sync weights": "orange",
@@ -29,9 +30,9 @@ ACTIVITIES: Final = {
     "evaluate": "purple",
     "wait for samples": "wait",
     "wait for trainer": "wait-2",
+    "wait for evaluation": _OTHER,
 }
 """Colour of each activity; where two overlap, the earlier in this list is on top."""
-_OTHER: Final = "soft"
 _MAX_ROWS: Final = 12
 _MAX_SPANS: Final = 400
 """Bars in one picture: more would be thinner than a pixel."""

@@ -9,6 +9,7 @@ import zlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+import numpy as np
 import torch
 
 from verl_async.rollout.embedded import EmbeddedEngine
@@ -189,6 +190,52 @@ class SealedIgnored(Mutant, fails="requests/sealed", says="differ beside others"
 class AffinityIgnored(Mutant, fails="requests/next_turn", says="were read again"):
     def asked(self, request: GenerationRequest) -> GenerationRequest:
         return replace(request, affinity_key="")
+
+
+class ExpertsShifted(Mutant, fails="routes/read", says="under version 0, went through"):
+    def came(self, completion: Completion) -> Completion:
+        experts = completion.generation.routed_experts
+        if experts is not None:
+            completion.generation.routed_experts = np.roll(experts, -1, axis=0)
+        return completion
+
+
+class ExpertsFromTheFirst(Mutant, fails="routes/read", says="not as uint8 or int16 [17, 2, 2]"):
+    def asked(self, request: GenerationRequest) -> GenerationRequest:
+        return request if request.routed_experts_from is None else replace(request, routed_experts_from=0)
+
+
+class ExpertsOfTheRest(Mutant, fails="routes/goes_on", says="not as uint8 or int16 [102, 2, 2]"):
+    def came(self, completion: Completion) -> Completion:
+        found = completion.generation
+        if found.routed_experts is not None and completion.request.so_far:
+            old = completion.request.so_far[completion.index].routed_experts
+            found.routed_experts = found.routed_experts[len([] if old is None else old) :]
+        return completion
+
+
+class ConversationWithOtherExperts(Mutant, fails="routes/goes_on", says="went through"):
+    def __init__(self, config: EmbeddedConfig, model_folder: Path) -> None:
+        super().__init__(config, model_folder)
+        add = self._batch.parked.add
+
+        def add_other(key: str, token_ids: Any, layers: Any, experts: Any = None) -> None:
+            add(key, token_ids, layers, None if experts is None else experts[::-1])
+
+        self._batch.parked.add = add_other  # type: ignore[method-assign]
+
+
+class OldExpertsReadAnew(Mutant, fails="routes/over_update", says="under version 0, went through"):
+    def asked(self, request: GenerationRequest) -> GenerationRequest:
+        return replace(request, so_far=tuple(replace(one, routed_experts=None) for one in request.so_far))
+
+
+class LastExpertsKept(Mutant, fails="routes/over_update", says="under version 2, went through"):
+    def commit_weights(self, version: int) -> Mapping[str, Acknowledgement]:
+        for row in self._batch.rows:
+            if row.routes is not None:
+                row.routes.cut = lambda end: None  # type: ignore[method-assign]  # noqa: ARG005
+        return super().commit_weights(version)
 
 
 class AbortWaits(Mutant, fails="pauses/abort", says="it went on to"):

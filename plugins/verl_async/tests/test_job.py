@@ -87,7 +87,7 @@ def test_paths_are_absolute(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ("trainer.num_ranks=3", "sequences do not divide over trainer.num_ranks=3; make it a multiple of 3"),
         ("engine.head=value", "engine.head=value: a job trains a language model"),
         ("engine.forward_only=true", "engine.forward_only=true: a job trains its engine"),
-        ("engine.router_replay=true", "engine.router_replay=true: no rollout of a job says"),
+        ("rollout.routed_experts=true", "rollout.routed_experts=true: with engine.router_replay=false the trainer"),
         ("engine.entropy=gradient", "engine.entropy=gradient: neither algorithm.loss=ppo nor"),
         ("algorithm.entropy_coefficient=0.1", "=0.1 needs the gradient of the entropy, and engine.entropy=off; set"),
         ("algorithm.loss=poo", "algorithm.loss='poo': must be ppo, or module:attribute or a dotted path"),
@@ -329,3 +329,23 @@ def test_deterministic_mode_is_on_policy_and_needs_an_engine_that_can(
     with pytest.raises(UnsupportedError, match="cannot do 'sealed': requests of others"):
         load_train_job(recipe, on_policy)
     assert load_train_job(recipe, ["rollout.top_k=3"]).rollout.top_k == 3
+
+
+def test_a_job_that_replays_experts_has_its_rollouts_say_them(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = load_train_job(recipe, ["engine.router_replay=true"])
+    assert job.rollout.routed_experts
+    again = write_recipe(tmp_path / "again.yaml", resolved(job))
+    assert load_train_job(again) == job
+    assert not load_train_job(recipe).rollout.routed_experts
+    lacking = dataclasses.replace(embedded_plugin.SPEC, gaps={"routes": "the library does not tell"})
+    monkeypatch.setattr(embedded_plugin, "SPEC", lacking)
+    with pytest.raises(UnsupportedError) as caught:
+        load_train_job(recipe, ["engine.router_replay=true"])
+    assert str(caught.value) == (
+        "engine.router_replay=true: rollout.backend=embedded cannot do 'routes': the library does not tell"
+    )
+    supervised = write_recipe(tmp_path / "sft.yaml", sft_settings(tmp_path / "sft"))
+    with pytest.raises(ConfigError, match="router_replay=true: the examples of a supervised job say no experts; use"):
+        load_sft_job(supervised, ["engine.router_replay=true"])

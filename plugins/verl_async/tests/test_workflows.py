@@ -12,6 +12,7 @@ from plugins.verl_async.tests.fakes import encoded_prompts, make_scorer
 from verl_async.config import RolloutConfig
 from verl_async.errors import WorkflowError
 from verl_async.orchestrator.batches import build_sequences
+from verl_async.orchestrator.routed_experts import experts_of_trajectory
 from verl_async.orchestrator.sampler import Sampler
 from verl_async.orchestrator.samples import Draw
 from verl_async.orchestrator.workflow import SingleTurn, Trajectory, load_workflow
@@ -38,6 +39,7 @@ class CountingLane:
         self.delays_s = list(delays_s)
         self.requests: list[GenerationRequest] = []
         self.num_closed = 0
+        self.lacks_experts = False
 
     async def generate(self, request: GenerationRequest) -> Generation:
         self.requests.append(request)
@@ -45,7 +47,14 @@ class CountingLane:
         number = min(self.num_tokens, request.sampling.max_new_tokens)
         tokens = [request.prompt_ids[-1] + 1 + place for place in range(number)]
         reason = "stop" if number == self.num_tokens else "length"
-        return Generation(tokens, [-1.0 * token for token in tokens], [len(self.requests)] * number, reason)  # type: ignore[arg-type]
+        experts = None
+        if request.routed_experts_from is not None and not self.lacks_experts:
+            read = [*request.prompt_ids, *tokens][request.routed_experts_from : -1]
+            experts = (100 * len(self.requests) + np.array(read, np.int16))[:, None, None]
+        return Generation(
+            tokens, [-1.0 * token for token in tokens], [len(self.requests)] * number,
+            reason, experts,  # type: ignore[arg-type]
+        )  # fmt: skip
 
     def close(self) -> None:
         self.num_closed += 1
@@ -117,10 +126,16 @@ def multi_turn(**settings: Any) -> Workflow:
 
 
 def run(
-    workflow: Workflow, lane: CountingLane, max_new_tokens: int = 100, num_samples: int = 1, timeout_s: float = 60.0
+    workflow: Workflow,
+    lane: CountingLane,
+    max_new_tokens: int = 100,
+    num_samples: int = 1,
+    timeout_s: float = 60.0,
+    *,
+    with_experts: bool = False,
 ) -> ScoredGroup:
     sampling = SamplingParams(max_new_tokens, stop_token_ids=(7,))
-    sampler = Sampler(workflow, make_scorer(len), sampling, 3, timeout_s=timeout_s)
+    sampler = Sampler(workflow, make_scorer(len), sampling, 3, timeout_s=timeout_s, with_experts=with_experts)
     return asyncio.run(sampler.group(Draw(5, encoded_prompts(1)[0]), [lane] * num_samples))
 
 
@@ -158,6 +173,39 @@ def test_a_conversation_worked_by_hand() -> None:
     assert len({request.seeds for request in lane.requests}) == 3
     assert group.rewards == (float(len("11 12 24 25 26 52 53 54")),), "the whole text is scored"
     assert not group.is_partial, "new weights between two turns interrupt no response"
+
+
+def test_experts_of_a_conversation_worked_by_hand() -> None:
+    """A turn is asked for those of the tokens that the turns before it did not read: their last token, and the rest."""
+    lane = CountingLane()
+    group = run(multi_turn(environment_config={"bound": 20}), lane, with_experts=True)
+    assert [request.routed_experts_from for request in lane.requests] == [0, 3]
+    [sequence] = build_sequences([group], (), "rollout", with_experts=True)
+    assert sequence.token_ids.tolist() == [10, 10, 11, 12, 24, 25, 26]
+    found = sequence.fields["routed_experts"]
+    assert found.shape == (7, 1, 1)
+    assert found.dtype == np.int16
+    assert found.flatten().tolist() == [110, 110, 111, 212, 224, 225, 225], "nobody read the last token"
+    assert "routed_experts" not in build_sequences([group], (), "rollout")[0].fields
+    tries = build_sequences([run(TwoTries(), lane, with_experts=True)], (), "rollout", with_experts=True)
+    assert [one.fields["routed_experts"].flatten().tolist() for one in tries] == [
+        [310, 310, 311, 311], [410, 410, 411, 411]
+    ]  # fmt: skip
+
+
+def test_a_trajectory_whose_experts_nobody_said_is_refused() -> None:
+    lane = CountingLane()
+    lane.lacks_experts = True
+    group = run(SingleTurn(), lane, with_experts=True)
+    with pytest.raises(WorkflowError, match="router_replay=true: sample 5-0: its generations say the experts of 0 t"):
+        build_sequences([group], (), "rollout", with_experts=True)
+    lane.lacks_experts = False
+    [conversation] = run(multi_turn(environment_config={"bound": 20}), lane, with_experts=True).trajectories
+    first, reply, last = conversation.turns
+    assert isinstance(first, Generation)
+    as_tokens = Trajectory((tuple(first.token_ids), reply, last))
+    with pytest.raises(WorkflowError, match="experts of 0 tokens from the first on, and then of tokens 3 to 6"):
+        experts_of_trajectory(2, as_tokens, "5-0")
 
 
 def test_only_what_the_model_drew_is_in_the_loss() -> None:

@@ -56,7 +56,7 @@ class EngineConfig(BaseModel):
     router_replay: bool = False
     """Run tokens through the experts that their sequences bring in the field ``routed_experts``, weighted by the
     model's own routers, and say through which tokens went in a forward without gradient. For models with a mixture of
-    experts, in loops of your own: no rollout of a job gives experts, so jobs refuse it."""
+    experts. In an RL job the rollout engine gives the experts; supervised jobs refuse it."""
     lora: LoraConfig | None = None
     """Train adapters instead of the whole model; exports are merged weights."""
     snapshot_memory: Literal["private", "shared"] = "private"

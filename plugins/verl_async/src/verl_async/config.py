@@ -66,6 +66,8 @@ class RolloutConfig(StrictModel):
     """Generate in batches that are the same at each run, so that the job is, bit for bit. Each waits for its longest
     response, so this is slower. Needs ``async_training.staleness_threshold: 0`` and ``trigger_parameter_sync_step:
     1``."""
+    routed_experts: bool = False
+    """Have the engine say through which experts tokens went, for ``engine.router_replay: true``, which sets it."""
     timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_S)
     """For a worker to finish the next of its samples; then the job ends and names it."""
 

@@ -92,6 +92,7 @@ def _load(
 ) -> _Job:
     data = dict(read_config(recipe, overrides))
     faults: list[EngineError] = []
+    rollout_spec: RolloutSpec | None = None
     try:
         data["rollout"], rollout_spec = _rollout(data.get("rollout"))
         faults += _workflow_faults(data, rollout_spec)
@@ -115,6 +116,7 @@ def _load(
             _check_features(engine, read.trainer.num_ranks)
             if isinstance(read, ReadTrainJob):
                 _check_old_log_probs(read, engine.spec)
+            read = read.model_copy(update={"rollout": _with_experts(read.rollout, engine.config, rollout_spec)})
     except EngineError as error:
         faults.insert(0, error)
     algorithm: dict[str, AlgorithmConfig] = {}
@@ -193,15 +195,32 @@ def _check_use(engine: EngineConfig, *, is_supervised: bool) -> None:
                 "computed for nothing; use off"
             )
         )
-    if engine.router_replay:
+    if is_supervised and engine.router_replay:
         faults.append(
             ConfigError(
-                "engine.router_replay=true: no rollout of a job says through which experts its tokens went; use false, "
-                "and replay experts in a loop of your own"
+                "engine.router_replay=true: the examples of a supervised job say no experts; use false, and replay "
+                "experts in an RL job, or in a loop of your own"
             )
         )
     if faults:
         raise _combined(faults)
+
+
+def _with_experts(rollout: RolloutConfig, engine: EngineConfig, spec: RolloutSpec | None) -> RolloutConfig:
+    """Have the rollout engine say the experts that the trainer is to use, and nothing that nobody reads."""
+    if rollout.routed_experts and not engine.router_replay:
+        raise ConfigError(
+            "rollout.routed_experts=true: with engine.router_replay=false the trainer would not use the experts; set "
+            "that to true, or leave this out"
+        )
+    if engine.router_replay and spec is not None:
+        try:
+            spec.require("routes")
+        except UnsupportedError as error:
+            raise UnsupportedError(f"engine.router_replay=true: {error}") from error
+    if rollout.routed_experts == engine.router_replay:
+        return rollout
+    return rollout.model_copy(update={"routed_experts": True})
 
 
 def _check_features(engine: EngineSection, num_ranks: int) -> None:

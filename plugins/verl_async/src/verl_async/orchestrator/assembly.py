@@ -98,6 +98,7 @@ def assemble_training(
             algorithm,
             job.rollout.temperature,
             job.async_training.trigger_parameter_sync_step,
+            with_experts=job.engine.router_replay,
         ),
         weights=weights,
         scorer=scorer,
@@ -140,7 +141,8 @@ def _workers(job: TrainJob | SftJob, actors: Actors, watchers: Watchers) -> list
 
 def _sampler(job: TrainJob | SftJob, texts: ModelTexts, scorer: Scorer, sampling: SamplingParams, seed: int) -> Sampler:
     workflow: Workflow = load_workflow(job.rollout).made
-    return Sampler(workflow, scorer, sampling, seed, texts.chat_settings, job.rollout.workflow_timeout_s)
+    limit_s, with_experts = job.rollout.workflow_timeout_s, job.rollout.routed_experts
+    return Sampler(workflow, scorer, sampling, seed, texts.chat_settings, limit_s, with_experts=with_experts)
 
 
 def _longest_step_s(job: TrainJob, algorithm: Algorithm) -> float:

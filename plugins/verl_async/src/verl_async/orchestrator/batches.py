@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,9 +21,11 @@ from verl_async.algorithms.columns import (
 )
 from verl_async.algorithms.kl import kl_estimate
 from verl_async.errors import RewardError
+from verl_async.orchestrator.routed_experts import experts_of_trajectory
 from verl_engine.batch.plan import plan_micro_batches
 from verl_engine.batch.sequence import Sequence
 from verl_engine.contract.errors import ConfigError
+from verl_engine.engine.routed_experts import FIELD as ROUTED_EXPERTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -63,7 +65,9 @@ class SharePlan:
         return [flat[index] for index in range(len(flat))]
 
 
-def build_sequences(groups: list[ScoredGroup], columns: Iterable[str], old_log_probs: str) -> list[Sequence]:
+def build_sequences(
+    groups: list[ScoredGroup], columns: Iterable[str], old_log_probs: str, *, with_experts: bool = False
+) -> list[Sequence]:
     """Make the training sequences of a mini-batch: prompt and response, what the model drew of it in the loss.
 
     Args:
@@ -71,14 +75,16 @@ def build_sequences(groups: list[ScoredGroup], columns: Iterable[str], old_log_p
         columns: which per-token fields to add, of those that need no model; [L] float32, 0 outside of the loss.
             Others are passed over.
         old_log_probs: as ``algorithm.old_log_probs``; for ``rollout`` the old log-probs are the rollout's.
+        with_experts: whether to add the experts that the rollout's tokens went through.
     Returns:
         One sequence a sample, group after group.
     Raises:
         RewardError: a column is a number that a sample's reward did not return.
+        WorkflowError: see `experts_of_trajectory`.
     """
     names = tuple(columns)
     return [
-        _build_sequence(group, index, names, old_log_probs)
+        _build_sequence(group, index, names, old_log_probs, with_experts=with_experts)
         for group in groups
         if not group.is_dropped
         for index in range(len(group.trajectories))
@@ -167,7 +173,9 @@ def _advantage_column(sequence: Sequence, found: Tensor, place: str) -> npt.NDAr
     return column
 
 
-def _build_sequence(group: ScoredGroup, index: int, names: tuple[str, ...], old_log_probs: str) -> Sequence:
+def _build_sequence(
+    group: ScoredGroup, index: int, names: tuple[str, ...], old_log_probs: str, *, with_experts: bool
+) -> Sequence:
     prompt_ids, trajectory = group.draw.encoded.token_ids, group.trajectories[index]
     in_loss = np.array([*[False] * len(prompt_ids), *trajectory.in_loss])
 
@@ -177,7 +185,7 @@ def _build_sequence(group: ScoredGroup, index: int, names: tuple[str, ...], old_
         return filled
 
     rollout_log_probs = column(trajectory.log_probs)
-    fields = {ROLLOUT_LOG_PROBS: rollout_log_probs}
+    fields: dict[str, npt.NDArray[Any]] = {ROLLOUT_LOG_PROBS: rollout_log_probs}
     if old_log_probs == "rollout":
         fields[OLD_LOG_PROBS] = rollout_log_probs
     if REWARDS in names:
@@ -185,6 +193,8 @@ def _build_sequence(group: ScoredGroup, index: int, names: tuple[str, ...], old_
     for name in names:
         if name.startswith(REWARD_METRIC):
             fields[name] = column(_reward_metric(group, index, name))
+    if with_experts:
+        fields[ROUTED_EXPERTS] = experts_of_trajectory(len(prompt_ids), trajectory, group.draw.sample_id(index))
     return Sequence(np.array([*prompt_ids, *trajectory.token_ids], np.int64), in_loss, fields)
 
 

@@ -43,6 +43,8 @@ class PolicyUpdate:
     """Of the rollouts: the policy that is trained is the one that was sampled."""
     sync_step: int = 1
     """Training steps between two weight syncs."""
+    with_experts: bool = False
+    """Whether all forwards send tokens through the experts that the rollout's went through."""
 
     async def run(self, groups: list[ScoredGroup], since_sync: int = 0) -> Mapping[str, float]:
         """Train on the groups of one training step.
@@ -73,7 +75,7 @@ class PolicyUpdate:
         """Return what a mini-batch trains on, and the KL of each sequence where it is in the reward."""
         algorithm = self.algorithm
         wanted = (*algorithm.advantage_columns, *algorithm.loss.columns)
-        sequences = build_sequences(groups, wanted, algorithm.config.old_log_probs)
+        sequences = build_sequences(groups, wanted, algorithm.config.old_log_probs, with_experts=self.with_experts)
         sequences = await self._with_log_probs(sequences, algorithm.advantage_columns, tag)
         kl: list[float] = []
         if algorithm.reward_kl is not None:

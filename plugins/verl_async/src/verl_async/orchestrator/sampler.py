@@ -42,6 +42,8 @@ class Sampler:
     """Of ``rollout.workflow_timeout_s``."""
     held_out: str = ""
     """Name of the evaluation set it samples for; empty for training."""
+    with_experts: bool = False
+    """Whether generations for training are to say through which experts their tokens went."""
 
     async def group(self, draw: Draw, lanes: Sequence[Lane]) -> ScoredGroup:
         """Return the group when its last trajectory is scored.
@@ -105,6 +107,8 @@ class _Client:
         self._num_running = 0
         self.limit = asyncio.timeout(sampler.timeout_s)
         """Of what the workflow waits for between two calls of `generate`."""
+        self._last: tuple[int, ...] = ()
+        """What the model read and wrote in the last call."""
 
     @property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
@@ -124,17 +128,27 @@ class _Client:
         if max_new_tokens is not None or stop_strings:
             num_new = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
             sampling = replace(sampling, max_new_tokens=num_new, stop_strings=stop_strings)
-        key = self.sample_id if goes_on else ""
+        key, context = self.sample_id if goes_on else "", tuple(token_ids)
         trains = not self._sampler.held_out  # engines need not give log-probs under every setting
-        request = GenerationRequest(tuple(token_ids), sampling, (seed,), affinity_key=key, log_probs=trains)
+        experts_from = None
+        if self._sampler.with_experts and trains:
+            # The generation of the call before says those of what it read, all but its last token.
+            is_next = goes_on and self._last and context[: len(self._last)] == self._last
+            experts_from = len(self._last) - 1 if is_next else 0
+        request = GenerationRequest(
+            context, sampling, (seed,), affinity_key=key, log_probs=trains, routed_experts_from=experts_from
+        )
         self._num_running += 1
         self.limit.reschedule(None)  # the worker has a limit of its own
         try:
-            return await self._lane.generate(request)
+            found = await self._lane.generate(request)
         finally:
             self._num_running -= 1
             if not self._num_running:
                 self.limit.reschedule(asyncio.get_running_loop().time() + self._sampler.timeout_s)
+        if found.token_ids:
+            self._last = (*context, *found.token_ids)
+        return found
 
     def text(self, token_ids: Sequence[int]) -> str:
         return decode_response(self._tokenizer, list(token_ids))

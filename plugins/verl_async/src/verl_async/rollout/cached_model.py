@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
+    from verl_async.rollout.routes import Experts, RouteRecorder
+
 _MASK_GROWTH: Final = 256
 """Tokens of room added to the attention mask when it is full."""
 
@@ -25,8 +27,11 @@ class CachedModel:
 
     can_join = False
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, recorder: RouteRecorder | None = None) -> None:
         self._model = model
+        self._recorder = recorder
+        self.routes: list[Experts] = []
+        """Of each row: the experts of what was read last; empty where nothing records them."""
         self._accepted = inspect.signature(model.forward).parameters.keys()
         self._mask: torch.Tensor | None = None  # [B, room] bool; None where no row is padded
         self._cache: DynamicCache
@@ -60,10 +65,12 @@ class CachedModel:
         self._position_B1 = mask_US.sum(1, keepdim=True)
         if has_padding:
             self._mask = _with_room(mask_US)
+        self.routes = [part[-length:] for part, length in zip(self.routes, self.lengths, strict=False)]
         if len(place) == len(contexts):
             return logits
         rows = [place[context] for context in contexts]
         self.select(rows)
+        self.routes = [self.routes[row] for row in rows] if self.routes else []
         return logits[rows]
 
     def step(self, token_B: torch.Tensor) -> torch.Tensor:
@@ -101,6 +108,8 @@ class CachedModel:
             **{name: value for name, value in arguments.items() if name in self._accepted},
         )
         logits: torch.Tensor = output.logits
+        if self._recorder is not None:
+            self.routes = list(self._recorder.last(len(ids)))
         return logits[:, -1]
 
     def _current_mask(self) -> torch.Tensor | None:

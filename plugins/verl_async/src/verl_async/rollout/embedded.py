@@ -13,6 +13,7 @@ from verl_async.rollout.model_loading import load_model
 from verl_async.rollout.positions import max_num_tokens
 from verl_async.rollout.reading import find_reading, reader
 from verl_async.rollout.request_check import RequestCheck
+from verl_async.rollout.routes import RouteRecorder
 from verl_async.rollout.running_batch import RunningBatch
 from verl_async.rollout.weight_receiver import WeightReceiver
 from verl_engine.contract.errors import EngineError, WeightsError
@@ -50,12 +51,13 @@ class EmbeddedEngine(RolloutEngine):
     def __init__(self, config: EmbeddedConfig, model_folder: Path) -> None:
         self.version = 0
         self._model = load_model(model_folder, getattr(torch, config.dtype), Device.resolve(config.device).torch_device)
+        recorder = RouteRecorder(self._model) if config.routed_experts else None
         self.reading = find_reading(self._model)
         self._check = RequestCheck(max_num_tokens(self._model.config), config, model_folder)
         self._receiver = WeightReceiver(self._model)
         self._folder_writer = ModelFolderWriter(self._model)
         self._batch = RunningBatch(
-            reader(self._model, self.reading, config.max_cache_tokens),
+            reader(self._model, self.reading, config.max_cache_tokens, recorder),
             config.max_running,
             config.max_cache_tokens,
             mixed_lengths=self.reading in {"slots", "mixed lengths"},

@@ -54,6 +54,11 @@ class Generation:
     weight_versions: list[int] = field(default_factory=list)
     """Version of the weights that drew each token."""
     finish_reason: FinishReason = "interrupted"
+    routed_experts: npt.NDArray[np.integer[Any]] | None = field(default=None, compare=False)
+    """[tokens, layers with experts, experts per token]: the experts that prompt and response went through, token by
+    token, from the request's ``routed_experts_from`` on. The last token has none: it was not read. Each token has those
+    of the weights that drew the token behind it; those of ``so_far`` stay. uint8, or int16 where there are more than
+    256 experts. None where the request wants none, and before anything was read."""
 
 
 @dataclass(frozen=True)  # without slots, as it then is pickled five times as fast
@@ -71,6 +76,9 @@ class GenerationRequest:
     """Of a conversation: the worker may keep what it read of one request for the next that has the same key."""
     log_probs: bool = True
     """Whether they are wanted."""
+    routed_experts_from: int | None = None
+    """Index of the first token of the prompt whose experts are wanted, or None for no experts at all; those of tokens
+    before it the caller has from an earlier request, say. For an engine built with ``rollout.routed_experts``."""
     request_id: str = ""
     """Comes back with the completions; the engine does not look at it."""
 

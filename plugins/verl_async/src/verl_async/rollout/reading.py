@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
+    from verl_async.rollout.routes import RouteRecorder
+
 _LOG = logging.getLogger(__name__)
 Reader = SlotModel | CachedModel | UncachedModel
 Reading = Literal["slots", "mixed lengths", "equal lengths", "anew"]
@@ -96,11 +98,11 @@ _COSTS: Final = {
 }
 
 
-def reader(model: PreTrainedModel, way: Reading, max_tokens: int) -> Reader:
+def reader(model: PreTrainedModel, way: Reading, max_tokens: int, recorder: RouteRecorder | None = None) -> Reader:
     """Return what reads a batch in this way; `max_tokens` of room for keys and values, where it makes its own."""
     if way == "slots":
-        return SlotModel(model, max_tokens)
-    return UncachedModel(model) if way == "anew" else CachedModel(model)
+        return SlotModel(model, max_tokens, recorder)
+    return UncachedModel(model, recorder) if way == "anew" else CachedModel(model, recorder)
 
 
 def _difference(model: PreTrainedModel, way: Reading) -> float:

@@ -54,6 +54,11 @@ class RequestCheck:
             raise ConfigError(f"{at}.seeds is empty; give one for each sample")
         if request.so_far and len(request.so_far) != len(request.seeds):
             raise ConfigError(f"{at}.so_far has {len(request.so_far)} entries for {len(request.seeds)} seeds")
+        first = request.routed_experts_from
+        if first is not None and not self._config.routed_experts:
+            raise ConfigError(f"{at}.routed_experts_from={first} with rollout.routed_experts=false; set that to true")
+        if first is not None and not 0 <= first < num_prompt:
+            raise ConfigError(f"{at}.routed_experts_from={first} must be the index of one of its {num_prompt} tokens")
         if self._max_num_tokens is not None and num_prompt + num_new > self._max_num_tokens:
             raise ConfigError(
                 f"rollout.max_response_tokens={num_new} after a prompt of {num_prompt} tokens ({at}) "

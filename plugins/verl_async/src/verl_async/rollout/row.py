@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from verl_async.rollout.interface import Completion, Generation
 from verl_async.rollout.random_streams import uniform_numbers
+from verl_async.rollout.routes import RowRoutes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +29,8 @@ class Row:
     on_completion: Callable[[Completion], None]
     stop_strings: StopStrings | None
     generation: Generation = field(init=False)
+    routes: RowRoutes | None = field(init=False, default=None)
+    """Where they are wanted."""
     _stops: frozenset[int] = field(init=False)
     _numbers: list[float] = field(init=False, default_factory=list)
     _first_number: int = field(init=False, default=0)
@@ -37,6 +40,8 @@ class Row:
         old = self.request.so_far[self.index] if self.request.so_far else Generation()
         self.generation = Generation(list(old.token_ids), list(old.log_probs), list(old.weight_versions))
         self._stops = frozenset(self.request.sampling.stop_token_ids)
+        if self.request.routed_experts_from is not None:
+            self.routes = RowRoutes(self.request.routed_experts_from, old.routed_experts)
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -82,4 +87,7 @@ class Row:
 
     def hand_back(self, error: EngineError | None = None) -> None:
         """Give the sample to who asked for it, finished or not."""
+        if self.routes is not None:
+            self.routes.cut(self.num_tokens - 1)
+            self.generation.routed_experts = self.routes.array()
         self.on_completion(Completion(self.request, self.index, self.generation, error))

@@ -78,6 +78,7 @@ class RunningBatch:
             token_B = token_B[kept]
         if self.rows:
             self._logits_BV = self.reader.step(token_B)
+            self._note_routes(self.rows)
         return rows
 
     def _choose(self) -> list[Row]:
@@ -115,17 +116,28 @@ class RunningBatch:
         contexts = [row.context for row in joining]
         if isinstance(self.reader, SlotModel):
             taken: dict[tuple[int, ...], Prefix | None] = {}
+            experts_from = _experts_from(joining, contexts)
             for row, context in zip(joining, contexts, strict=True):
                 if context not in taken:
-                    taken[context] = self.parked.take(row.request.affinity_key, context)
+                    taken[context] = self.parked.take(row.request.affinity_key, context, experts_from.get(context))
+                prefix = taken[context]
+                if row.routes is not None and prefix is not None and prefix.experts is not None:
+                    row.routes.add(prefix.experts, prefix.num_tokens)
             longest = max([*self.reader.lengths, *map(len, contexts)])
             self.parked.shrink(self._max_tokens - longest * (len(self.rows) + len(joining)))
             logits = self.reader.join(contexts, taken)
         else:
             logits = self.reader.join(contexts)
+        self._note_routes(joining)
         self._logits_BV = torch.cat([self._logits_BV, logits]) if self.rows else logits
         self.rows += joining
         self._sampling = self._settings()
+
+    def _note_routes(self, read: list[Row]) -> None:
+        """Give rows the experts of what was read of them just now."""
+        for row, experts in zip(read, self.reader.routes, strict=False):
+            if row.routes is not None:
+                row.routes.add(experts, row.num_tokens)
 
     def _settings(self) -> RowSampling:
         return RowSampling.of([row.request.sampling for row in self.rows], self._logits_BV.device)
@@ -150,7 +162,8 @@ class RunningBatch:
         if row.request.affinity_key and isinstance(self.reader, SlotModel):
             num_tokens = self.reader.lengths[place]
             layers = self.reader.park(place, num_tokens)
-            self.parked.add(row.request.affinity_key, row.context[:num_tokens], layers)
+            experts = None if row.routes is None else row.routes.array()
+            self.parked.add(row.request.affinity_key, row.context[:num_tokens], layers, experts)
 
     def _too_many(self, ended: list[int]) -> list[int]:
         """Have rows wait again for which the next token would have no room, and drop what is kept; returns places."""
@@ -170,7 +183,13 @@ class RunningBatch:
             self._sampling = self._settings()
 
     def put_back(self) -> None:
-        """Have all running rows wait again, first in line: what they hold was read under other weights, say."""
+        """Have all running rows wait again, first in line, as what they hold was read under other weights.
+
+        The experts of their tokens stay, but for the last one's: the token behind it is drawn by the new weights.
+        """
+        for row in chain(self.rows, *self.waiting):
+            if row.routes is not None:
+                row.routes.cut(row.num_tokens - 1)
         self.waiting.extendleft([row] for row in reversed(self.rows))
         self.rows = []
         self.reader.select([])
@@ -183,6 +202,15 @@ class RunningBatch:
         self.waiting.clear()
         self.reader.select([])
         return rows
+
+
+def _experts_from(rows: list[Row], contexts: list[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
+    """Say from which token of each context on some row has yet to learn the experts."""
+    found: dict[tuple[int, ...], int] = {}
+    for row, context in zip(rows, contexts, strict=True):
+        if row.routes is not None:
+            found[context] = min(row.routes.end, found.get(context, len(context)))
+    return found
 
 
 def _filled_up(num_rows: int, gone: list[int]) -> list[int]:

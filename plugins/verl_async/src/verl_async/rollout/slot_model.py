@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from verl_async.rollout.parked import Prefix
+    from verl_async.rollout.routes import Experts, RouteRecorder
 
 _READ_AT_ONCE: Final = 2**14
 """Tokens of prompts, padding included, that one forward reads."""
@@ -28,13 +29,17 @@ class SlotModel:
 
     can_join = True
 
-    def __init__(self, model: PreTrainedModel, max_tokens: int) -> None:
+    def __init__(self, model: PreTrainedModel, max_tokens: int, recorder: RouteRecorder | None = None) -> None:
         config = model.config.get_text_config(decoder=True)
         types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
         if unknown:
             raise ValueError(f"its layers are of {', '.join(unknown)}")
         self._model = model
+        self._recorder = recorder
+        self.routes: list[Experts] = []
+        """Of each row that was read last, one that joined or all: the experts of what was read; empty where nothing
+        records them."""
         self._window = config.sliding_window if "sliding_attention" in types else None
         self._accepted = inspect.signature(model.forward).parameters.keys()
         self._slots = Slots(model.device, max_tokens)
@@ -72,15 +77,18 @@ class SlotModel:
         # Short ones together, so that there is little padding.
         order = sorted(first.values(), key=lambda place: (place in started, len(contexts[place])))
         rows: dict[int, torch.Tensor] = {}
+        routes: dict[int, Experts] = {}
         for chunk in _chunks(order, contexts, started):
             logits = self._read(base, [contexts[place] for place in chunk], chunk, started)
             rows.update(zip(chunk, logits, strict=True))
+            routes.update(zip(chunk, self.routes, strict=False))
         copies = [(first[context], place) for place, context in enumerate(contexts) if first[context] != place]
         if copies:
             sources, targets = torch.tensor(copies, device=self._model.device).T + base
             longest = max(len(contexts[place]) for place, _ in copies)
             for layer in self._cache.slot_layers:
                 layer.move(sources, targets, longest)
+        self.routes = [routes[first[context]] for context in contexts] if routes else []
         return torch.stack([rows[first[context]] for context in contexts])
 
     def step(self, token_B: torch.Tensor) -> torch.Tensor:
@@ -158,7 +166,9 @@ class SlotModel:
             seen = torch.arange(longest, device=device) <= positions_UQ[:, :, None]
             mask = torch.where(seen, 0.0, -torch.inf).to(self._model.dtype)[:, None]
         last_U = torch.tensor([len(part) - 1 for part in ids], device=device)
-        return self._forward(ids_UQ, positions_UQ, mask, last_U)
+        logits_UV = self._forward(ids_UQ, positions_UQ, mask, last_U)
+        self.routes = [found[: len(part)] for found, part in zip(self.routes, ids, strict=False)]
+        return logits_UV
 
     def _forward(
         self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, last_U: torch.Tensor | None = None
@@ -186,6 +196,8 @@ class SlotModel:
             if hook is not None:
                 hook.remove()
         logits: torch.Tensor = output.logits
+        if self._recorder is not None:
+            self.routes = list(self._recorder.last(len(ids)))
         return logits[:, -1]
 
 

@@ -23,6 +23,7 @@ FEATURES: Final[Mapping[str, str]] = MappingProxyType(
         "stop_strings": "ends a sample at a text",
         "filtered_log_probs": "gives log-probs over the whole vocabulary also under top-k and top-p",
         "affinity": "reads only what is new of a conversation's next turn",
+        "routes": "says through which experts the tokens of prompt and response went",
         "save_pretrained": "writes its current weights as a model folder",
     }
 )

@@ -14,14 +14,19 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
+    from verl_async.rollout.routes import Experts, RouteRecorder
+
 
 class UncachedModel:
     """As `CachedModel`, for rows of equal length; slower with each token."""
 
     can_join = False
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, recorder: RouteRecorder | None = None) -> None:
         self._model = model
+        self._recorder = recorder
+        self.routes: list[Experts] = []
+        """Of each row: the experts of all of its tokens; empty where nothing records them."""
         self._ids_BS = torch.empty(0, 0, dtype=torch.int64)
         self.num_read = 0
 
@@ -47,4 +52,6 @@ class UncachedModel:
     def _forward(self) -> torch.Tensor:
         self.num_read += self._ids_BS.numel()
         logits: torch.Tensor = self._model(input_ids=self._ids_BS, use_cache=False).logits
+        if self._recorder is not None:
+            self.routes = list(self._recorder.last(len(self._ids_BS)))
         return logits[:, -1]

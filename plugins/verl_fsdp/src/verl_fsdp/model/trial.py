@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from verl_engine.batch.packed import SegmentRun
 from verl_engine.contract.errors import ModelError
+from verl_engine.engine.routed_experts import ExpertLayers
 from verl_fsdp.forward.attention import PACKED_ATTENTION
 from verl_fsdp.forward.rotary import rotary_limit
-from verl_fsdp.forward.router_replay import RouterReplay
 from verl_fsdp.model.blocks import layer_lists
 
 T = TypeVar("T")
@@ -60,23 +60,16 @@ def require_replay(model: PreTrainedModel) -> None:
     The model is one that `tell_sequences_apart` takes, not packed yet; ModelError where it has no experts, or chooses
     them in another way.
     """
-    replay = RouterReplay(model)
+    layers = ExpertLayers(model)
     ids = _rows(model)[1][None]
 
-    def run(shift: int | None) -> torch.Tensor:
-        logits: torch.Tensor = replay.try_out(lambda: model(input_ids=ids, use_cache=False).logits, shift)
-        return logits
+    def trial() -> None:
+        layers.require_followed(lambda: model(input_ids=ids, use_cache=False).logits)
 
     try:
-        what = "whether its tokens can be given experts"
-        first, again, other = _on_first_layers(model, lambda: [run(shift) for shift in (None, 0, 1)], what)
+        _on_first_layers(model, trial, "whether its tokens can be given experts")
     finally:
-        replay.release()
-    if not torch.equal(first, again) or torch.equal(first, other):
-        raise ModelError(
-            f"engine.router_replay=true: in a trial, {type(model).__name__} did not follow the experts it was given; "
-            "set it to false"
-        )
+        layers.release()
 
 
 def _on_first_layers(model: PreTrainedModel, trial: Callable[[], T], what: str) -> T:

@@ -28,7 +28,11 @@ LONG: Final = 100
 
 def request(prompt: Sequence[int] = PROMPTS[0], *seeds: int, num: int = 12, **changes: Any) -> GenerationRequest:
     """Make a request; `changes` are fields of its sampling, or of itself."""
-    own = {name: changes.pop(name) for name in ("so_far", "affinity_key", "log_probs") if name in changes}
+    own = {
+        name: changes.pop(name)
+        for name in ("so_far", "affinity_key", "log_probs", "routed_experts_from")
+        if name in changes
+    }
     return GenerationRequest(tuple(prompt), SamplingParams(num, **changes), seeds or (1,), **own)
 
 

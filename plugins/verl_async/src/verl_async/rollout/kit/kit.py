@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_async.rollout.kind import ROLLOUT
-from verl_async.rollout.kit import pauses, requests, sampling, weights
+from verl_async.rollout.kit import pauses, requests, routes, sampling, weights
 from verl_async.rollout.kit.bench import Bench
 from verl_async.rollout.spec import FEATURES
 from verl_engine.contract.errors import ConfigError
@@ -65,6 +65,9 @@ CHECKS = (
     Check("requests/sealed", requests.sealed, ("sealed", "seeds")),
     Check("requests/group_prompt", requests.group_prompt, ("affinity",)),
     Check("requests/next_turn", requests.next_turn, ("affinity",)),
+    Check("routes/read", routes.read, ("routes",)),
+    Check("routes/goes_on", routes.goes_on, ("routes",)),
+    Check("routes/over_update", routes.over_update, ("routes",)),
     Check("pauses/abort", pauses.abort),
     Check("pauses/keep", pauses.keep, ("keep",)),
     Check("pauses/wait", pauses.wait),

@@ -13,13 +13,15 @@ if TYPE_CHECKING:
 
 VOCABULARY: Final = 40
 POSITIONS: Final = 512
+EXPERTS_PER_TOKEN: Final = 2
 
 
 def build_model(kind: str, seed: int = 0) -> Any:
     """Make a two-layer Qwen3 whose weights are large enough that each token depends on those before it.
 
     Args:
-        kind: ``plain``, or ``tied``, which has one tensor as embedding and output layer.
+        kind: ``plain``; ``tied``, which has one tensor as embedding and output layer; or ``experts``, a mixture of
+            eight of them in each layer.
         seed: of the weights.
     """
     sizes: dict[str, Any] = {
@@ -36,7 +38,11 @@ def build_model(kind: str, seed: int = 0) -> Any:
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    model: Any = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
+    if kind == "experts":
+        sizes |= {"num_experts": 8, "num_experts_per_tok": EXPERTS_PER_TOKEN, "moe_intermediate_size": 32}
+        model: Any = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes))
+    else:
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

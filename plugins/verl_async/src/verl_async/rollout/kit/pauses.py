@@ -6,7 +6,7 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verl_async.rollout.kit.bench import LONG, PROMPTS, request, require_log_probs
 from verl_engine.contract.errors import EngineError
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from verl_async.rollout.kit.bench import Bench, Stream
 
 
-def long_requests() -> list[GenerationRequest]:
+def long_requests(**changes: Any) -> list[GenerationRequest]:
     """Return requests that run for a while."""
-    return [request(prompt, 7, num=LONG) for prompt in PROMPTS]
+    return [request(prompt, 7, num=LONG, **changes) for prompt in PROMPTS]
 
 
-def in_mid_generation(stream: Stream) -> list[GenerationRequest]:
+def in_mid_generation(stream: Stream, **changes: Any) -> list[GenerationRequest]:
     """Submit long requests behind a short one, and return when they are read and some tokens are drawn."""
-    asked = long_requests()
+    asked = long_requests(**changes)
     stream.submit(request(PROMPTS[1], num=4), *asked)
     stream.take()
     before = stream.engine.stats().drawn_tokens

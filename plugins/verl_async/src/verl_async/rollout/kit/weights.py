@@ -56,7 +56,7 @@ def version_per_token(bench: Bench) -> None:
     asked = in_mid_generation(stream)
     stream.engine.pause("abort")
     back = stream.take(len(asked))
-    _load(stream.engine, weights_of("plain", 1), 1)
+    load_weights(stream.engine, weights_of("plain", 1), 1)
     stream.engine.resume()
     stream.submit(*(replace(one.request, so_far=(one.generation,)) for one in back))
     _require_two_versions(stream.take(len(back)))
@@ -67,7 +67,7 @@ def keep_over_update(bench: Bench) -> None:
     stream = bench.fresh()
     asked = in_mid_generation(stream)
     stream.engine.pause("keep")
-    _load(stream.engine, weights_of("plain", 1), 1)
+    load_weights(stream.engine, weights_of("plain", 1), 1)
     stream.engine.resume()
     _require_two_versions(stream.take(len(asked)))
 
@@ -96,7 +96,7 @@ def incomplete(bench: Bench) -> None:
     weights = weights_of("plain", 1)
     engine = stream.engine
     engine.pause("wait")
-    _require_refused(lambda: _load(engine, weights[:-1], 1), "a plan without the last weight")
+    _require_refused(lambda: load_weights(engine, weights[:-1], 1), "a plan without the last weight")
     pairs = _begin(engine, weights, 1)
     for _, content in pairs[:-1]:
         engine.load_bucket(content, zlib.crc32(content))
@@ -115,8 +115,8 @@ def wrong(bench: Bench) -> None:
     engine.pause("wait")
     weights = weights_of("plain", 1)
     name, weight = weights[-1]
-    _require_refused(lambda: _load(engine, [*weights, ("nobody.weight", weight)], 1), "an unknown name")
-    _require_refused(lambda: _load(engine, [*weights[:-1], (name, weight[1:])], 1), "a wrong shape")
+    _require_refused(lambda: load_weights(engine, [*weights, ("nobody.weight", weight)], 1), "an unknown name")
+    _require_refused(lambda: load_weights(engine, [*weights[:-1], (name, weight[1:])], 1), "a wrong shape")
     pairs = _begin(engine, weights, 1)
     _require_refused(lambda: engine.load_bucket(pairs[0][1], 12345), "a bucket with another checksum")
     for _, content in _begin(engine, weights, 1):
@@ -130,7 +130,7 @@ def doubled(bench: Bench) -> None:
     engine = bench.fresh().engine
     engine.pause("wait")
     weights = weights_of("plain", 1)
-    _require_refused(lambda: _load(engine, [*weights, weights[0]], 1), "a weight that comes twice")
+    _require_refused(lambda: load_weights(engine, [*weights, weights[0]], 1), "a weight that comes twice")
     pairs = _begin(engine, weights, 1)
     for _, content in pairs:
         engine.load_bucket(content, zlib.crc32(content))
@@ -164,7 +164,8 @@ def _begin(engine: RolloutEngine, weights: Sequence[tuple[str, torch.Tensor]], v
     return pairs
 
 
-def _load(engine: RolloutEngine, weights: Sequence[tuple[str, torch.Tensor]], version: int) -> None:
+def load_weights(engine: RolloutEngine, weights: Sequence[tuple[str, torch.Tensor]], version: int) -> None:
+    """Send weights to an engine that is paused."""
     for _, content in _begin(engine, weights, version):
         engine.load_bucket(content, zlib.crc32(content))
     engine.commit_weights(version)

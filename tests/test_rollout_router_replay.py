@@ -1,0 +1,118 @@
+"""A trainer follows the experts of a rollout whose own routers, off by less than rounding, chose others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from plugins.verl_async.tests.fakes import encoded_prompts, make_scorer
+from tests.end_to_end import run
+from tests.test_end_to_end_train import check_training
+from verl_async.orchestrator.batches import build_sequences
+from verl_async.orchestrator.sampler import Sampler
+from verl_async.orchestrator.samples import Draw
+from verl_async.orchestrator.workflow import SingleTurn
+from verl_async.rollout.embedded import EmbeddedEngine
+from verl_async.rollout.embedded_plugin import EmbeddedConfig
+from verl_async.rollout.in_process import generate
+from verl_async.rollout.interface import SamplingParams
+from verl_engine.engine.worker import EngineWorker
+from verl_engine.testing.conformance.reference import largest_difference
+from verl_engine.testing.tiny_models import tiny_config
+from verl_fsdp.config import Fsdp2Config
+
+if TYPE_CHECKING:
+    from tests.end_to_end import Cluster, Task
+    from verl_async.rollout.interface import Generation, GenerationRequest
+    from verl_engine.batch.sequence import Sequence
+    from verl_engine.engine.token_output import OutputName
+
+
+def write_model(folder: Path, shift: float, vocab_size: int = 32) -> Path:
+    """Write a mixture in which every second expert has the same score as the one before it, but for `shift`."""
+    sizes: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 16,
+        "initializer_range": 0.3,
+    }
+    config = Qwen3MoeConfig(**{**tiny_config(), **sizes})
+    torch.manual_seed(0)
+    model: Any = Qwen3MoeForCausalLM(config)
+    noise = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            weight = layer.mlp.gate.weight
+            weight[1::2] = weight[::2] + shift * torch.randn(weight[::2].shape, generator=noise)
+    model.save_pretrained(folder)
+    return folder
+
+
+class EngineLane:
+    """Sends requests to an engine of this process."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self.engine = engine
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        return generate(self.engine, [request])[0]
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def rolled_out(folder: Path) -> list[Sequence]:
+    engine = EmbeddedEngine(EmbeddedConfig(device="cpu", routed_experts=True), folder)
+    try:
+        sampler = Sampler(SingleTurn(), make_scorer(len), SamplingParams(24), 3, with_experts=True)
+        lanes: Any = [EngineLane(engine)] * 4
+        group = asyncio.run(sampler.group(Draw(0, encoded_prompts(1)[0]), lanes))
+    finally:
+        engine.close()
+    return build_sequences([group], (), "rollout", with_experts=True)
+
+
+def test_a_trainer_goes_through_the_experts_of_the_rollout(tmp_path: Path) -> None:
+    sequences = rolled_out(write_model(tmp_path / "rollout", 1e-6))
+    worker = EngineWorker(Fsdp2Config(device="cpu", router_replay=True), write_model(tmp_path / "model", -1e-6))
+    worker.prepare((tmp_path / "store").as_uri())
+    names: tuple[OutputName, ...] = ("log_probs", "routed_experts")
+    try:
+        worker.create()
+        (found,) = worker.infer_outputs([sequences], names)
+        own = [replace(one, fields={}) for one in sequences]
+        (unaided,) = worker.infer_outputs([own], names)
+    finally:
+        worker.close()
+    given = [one.fields["routed_experts"] for one in sequences]
+    assert all(one.dtype == np.uint8 for one in given)
+    assert all(np.array_equal(one["routed_experts"], right) for one, right in zip(found, given, strict=True))
+    right = [torch.from_numpy(one.fields["rollout_log_probs"]) for one in sequences]
+    assert largest_difference([torch.as_tensor(one["log_probs"]) for one in found], right) <= 1e-4
+    off = largest_difference([torch.as_tensor(one["log_probs"]) for one in unaided], right)
+    assert off > 0.1, "without replay it does not matter, so this test shows nothing"
+
+
+@pytest.mark.nightly
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_job_replays_experts_in_all_forwards(task: Task, tmp_path: Path, cluster: Cluster) -> None:
+    folder = Path(shutil.copytree(task.model, tmp_path / "model"))
+    vocabulary = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    write_model(folder, 1e-5, vocab_size=vocabulary)
+    ended = run(
+        "train", task.train, tmp_path / "out", f"model.path={folder}", "engine.router_replay=true",
+        "rollout.dtype=bfloat16", "rollout.num_workers=2", "algorithm.old_log_probs=recompute",
+        "algorithm.kl.coefficient=0.01", "trainer.num_ranks=2", "trainer.num_steps=2", cluster=cluster,
+    )  # fmt: skip
+    check_training(ended, folder)

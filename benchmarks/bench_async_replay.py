@@ -188,7 +188,7 @@ class Replay:
         await client.start()
         prompts = [EncodedPrompt(Prompt(0, "replay", "", "", {}), (4, 5, 6, 7))]
         actors = Actors(SleepingTrainer(self.scale), [client])
-        await assemble_training(job, self.texts, prompts, [], actors, Watchers(clock, Timeline())).run()
+        await assemble_training(job, self.texts, prompts, {}, actors, Watchers(clock, Timeline())).run()
         await client.close()
         ray.kill(client.actor)  # the next needs its CPU
 

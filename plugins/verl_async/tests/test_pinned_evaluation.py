@@ -158,15 +158,17 @@ def test_training_goes_on_beside_and_the_wait_for_the_weights_is_measured() -> N
     run = run_of(threshold=1.0)
     asyncio.run(finish(run))
     events = events_of(run)
-    assert events.index("step 1") > events.index("begin"), "training waited for an evaluation"
+    first = {what: next(span for span in run.timeline.spans if span.what == what) for what in ("train", "evaluate")}
+    assert first["train"].start_s < first["evaluate"].end_s, "training waited for an evaluation"
     during = events[events.index("begin") : events.index("evaluation 0")]
     assert {"training sample", "held-out sample"} <= set(during)
     waits = [span for span in run.timeline.spans if span.what == "wait for evaluation"]
     assert {span.who for span in waits} == {"trainer"}
     evaluated = [figures for _, figures in run.listener.evaluations]
-    assert sum(figures["wait_s"] for figures in evaluated) == pytest.approx(
-        sum(span.end_s - span.start_s for span in waits), abs=0.01
-    )
+    waited_s = sum(span.end_s - span.start_s for span in waits)
+    assert (
+        0.5 * waited_s < sum(figures["wait_s"] for figures in evaluated) <= waited_s
+    )  # told before the last wait ends
     assert all(0 < figures["wait_s"] <= figures["seconds"] for figures in evaluated)
     assert "evaluation" in {span.who for span in run.timeline.spans if span.what == "evaluate"}
 
@@ -180,8 +182,7 @@ def test_on_policy_the_world_stops() -> None:
         begin = max(place for place in range(end) if events[place] == "begin")
         assert set(events[begin + 1 : end]) == {"held-out sample"}
         assert f"step {step + 1}" not in events[:end]
-    for _, figures in run.listener.evaluations:
-        assert figures["wait_s"] == pytest.approx(figures["seconds"], abs=0.01)
+    assert all(0 < figures["wait_s"] <= figures["seconds"] for _, figures in run.listener.evaluations)
 
 
 def test_an_aim_stops_the_world_too() -> None:
@@ -196,7 +197,7 @@ def test_the_next_evaluation_waits_for_the_one_before() -> None:
     asyncio.run(finish(run, SlowPool(lambda _: 1.0)))
     told = [event for event in events_of(run) if event.startswith(("begin", "evaluation"))]
     assert told == [event for step in range(7) for event in ("begin", f"evaluation {step}")]
-    assert all(figures["wait_s"] > 0.01 for _, figures in run.listener.evaluations)
+    assert all(figures["wait_s"] > 0 for _, figures in run.listener.evaluations)
 
 
 @pytest.mark.parametrize("threshold", [0.0, 1.0])

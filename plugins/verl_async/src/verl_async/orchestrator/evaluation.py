@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -13,10 +12,11 @@ from typing import TYPE_CHECKING, Final
 from verl_async.orchestrator.lanes import SealedBatch, StreamLane
 from verl_async.orchestrator.pass_at_k import solved
 from verl_async.orchestrator.samples import Draw
+from verl_async.orchestrator.timeline import Span
 from verl_async.orchestrator.waiting import task_group, together, within
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from verl_async.config import RolloutConfig
     from verl_async.evaluation_config import EvaluationSetConfig
@@ -130,14 +130,12 @@ class Evaluation:
     async def _wait_for(self, event: asyncio.Event, what: str) -> None:
         if event.is_set():
             return
-        with self._waiting(), self.timeline.span("trainer", "wait for evaluation"):
+        since_s = self._waits_since_s = self.timeline.now_s
+        try:
             await within(self.timeout_s, f"the evaluation after step {self._step} did not {what}", event.wait())
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        self._waits_since_s = self.timeline.now_s
-        yield
-        self._waited_s, self._waits_since_s = self._wait_s, None
+        finally:
+            self._waited_s, self._waits_since_s = self._wait_s, None
+            self.timeline.record(Span("trainer", "wait for evaluation", since_s, self.timeline.now_s))
 
     @property
     def _wait_s(self) -> float:

@@ -17,6 +17,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from plugins.verl_async.tests.fakes import encoded_prompts, make_scorer
 from tests.end_to_end import run
 from tests.test_end_to_end_train import check_training
+from tests.test_router_replay import OTHERS, REFUSED, SELECTION, load
 from verl_async.orchestrator.batches import build_sequences
 from verl_async.orchestrator.sampler import Sampler
 from verl_async.orchestrator.samples import Draw
@@ -25,6 +26,9 @@ from verl_async.rollout.embedded import EmbeddedEngine
 from verl_async.rollout.embedded_plugin import EmbeddedConfig
 from verl_async.rollout.in_process import generate
 from verl_async.rollout.interface import SamplingParams
+from verl_async.rollout.reading import find_reading, reader
+from verl_async.rollout.routes import RouteRecorder, RowRoutes
+from verl_engine.contract.errors import ModelError
 from verl_engine.engine.worker import EngineWorker
 from verl_engine.testing.conformance.reference import largest_difference
 from verl_engine.testing.tiny_models import tiny_config
@@ -101,6 +105,40 @@ def test_a_trainer_goes_through_the_experts_of_the_rollout(tmp_path: Path) -> No
     assert largest_difference([torch.as_tensor(one["log_probs"]) for one in found], right) <= 1e-4
     off = largest_difference([torch.as_tensor(one["log_probs"]) for one in unaided], right)
     assert off > 0.1, "without replay it does not matter, so this test shows nothing"
+
+
+QUICK = ("deepseek_v3", "qwen3_next")
+"""The first layer is dense, experts are grouped; a recurrent state, so that a batch is read in another way."""
+ARCHITECTURES = [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.nightly) for name in (*SELECTION, *OTHERS)
+]
+
+
+@pytest.mark.filterwarnings("ignore")  # of all kinds, from transformers' models
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_experts_read_token_by_token_are_those_of_a_whole_forward(name: str, tmp_path: Path) -> None:
+    model = load(name, tmp_path / "model")
+    recorder = RouteRecorder(model)
+    read = reader(model, find_reading(model), 2**12, recorder)
+    contexts, drawn = [(3, 4, 5, 6), (3, 4, 5, 6), (9, 8, 7, 2)], [(5, 6, 7), (8, 9, 3)]
+    found = [RowRoutes(0, None) for _ in contexts]
+    with torch.inference_mode():
+        for number in range(3):
+            read.step(torch.tensor(drawn[number - 1])) if number else read.join(contexts)
+            for routes, part in zip(found, read.routes, strict=True):
+                routes.add(part, 4 + number)
+        for place, (context, routes) in enumerate(zip(contexts, found, strict=True)):
+            model(input_ids=torch.tensor([[*context, *(tokens[place] for tokens in drawn)]]), use_cache=False)
+            own = routes.array()
+            assert own is not None
+            assert np.array_equal(np.sort(own), np.sort(recorder.last(1)[0]))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.nightly) for name in REFUSED])
+def test_a_model_whose_experts_cannot_be_noted_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"engine.router_replay=true: .*; set it to false"):
+        RouteRecorder(load(name, tmp_path / "model"))
 
 
 @pytest.mark.nightly

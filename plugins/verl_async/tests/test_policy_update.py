@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from plugins.verl_async.tests.fakes import FakeTrainer, make_group
@@ -297,3 +298,38 @@ def test_columns_that_there_are_not_are_named(own: str) -> None:
     group = dataclasses.replace(make_group(), metrics=({"form": 1.0}, {"form": 1.0}))
     with pytest.raises(RewardError, match="beside the score it returned form"):
         asyncio.run(update.run([group]))
+
+
+class Noting(FakeTrainer):
+    """Notes the experts that come with each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.came: dict[str, list[Any]] = {}
+
+    def note(self, call: str, batches: ShareBatches) -> None:
+        found = [one.fields["routed_experts"].flatten().tolist() for [group] in batches for one in group]
+        self.came.setdefault(call, []).append(found)
+
+    async def train_batch(self, batches: ShareBatches, *rest: Any) -> Any:
+        self.note("train", batches)
+        return await super().train_batch(batches, *rest)
+
+    async def infer_batch(self, batches: ShareBatches, *rest: Any, **named: Any) -> Any:
+        self.note("old", batches)
+        return await super().infer_batch(batches, *rest, **named)
+
+    async def infer_reference(self, batches: ShareBatches, *rest: Any) -> Any:
+        self.note("reference", batches)
+        return await super().infer_reference(batches, *rest)
+
+
+def test_all_forwards_get_the_experts_of_the_rollout() -> None:
+    group = make_group()
+    turns = (group.trajectories[0].generations[0], group.trajectories[1].generations[0])
+    for number, turn in enumerate(turns):
+        turn.routed_experts = np.array([1, 2, 3 + number], np.uint8)[:, None, None]
+    trainer = Noting()
+    update = update_of(trainer, kl={}, old_log_probs="recompute")
+    asyncio.run(dataclasses.replace(update, with_experts=True).run([group]))
+    assert trainer.came == {call: [[[1, 2, 3, 3], [1, 2, 4, 4]]] for call in ("old", "reference", "train")}

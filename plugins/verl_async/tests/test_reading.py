@@ -10,6 +10,7 @@ import transformers
 
 from plugins.verl_async.tests.embedded_models import PROMPTS, SIZES, embedded, full_log_probs, qwen3, request
 from verl_async.rollout.in_process import generate
+from verl_async.rollout.reading import find_reading
 from verl_engine.contract.errors import ModelError
 
 if TYPE_CHECKING:
@@ -19,6 +20,11 @@ MODELS: Final[dict[str, tuple[type[Any], transformers.PreTrainedConfig, str]]] =
     "soft cap": (
         transformers.Gemma2ForCausalLM,
         transformers.Gemma2Config(**SIZES, head_dim=8, sliding_window=4, attn_logit_softcapping=0.5),
+        "slots",
+    ),
+    "a window of all layers": (
+        transformers.MistralForCausalLM,
+        transformers.MistralConfig(**SIZES, sliding_window=4),
         "slots",
     ),
     "sinks, no sdpa": (
@@ -97,6 +103,35 @@ def test_keys_and_values_are_not_repeated_for_grouped_query_heads(
     [found] = generate(engine, [request(num=4)])
     assert [shapes[0][1:3] for shapes in seen[-2:]] == [(2, 2), (2, 2)], "four query heads, two of keys"
     assert found.log_probs == pytest.approx(full_log_probs(qwen3(), PROMPTS[0], found.token_ids), abs=1e-5)
+
+
+class SelectsBySdpa(transformers.Qwen3ForCausalLM):
+    """Selects tokens to attend to, beyond a number of them, only where the name of its attention is ``sdpa``."""
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **options: Any,
+    ) -> Any:
+        found = super().forward(input_ids, attention_mask, position_ids, past_key_values, **options)
+        if attention_mask is not None and self.config._attn_implementation != "sdpa":
+            found.logits *= 1.0 + (attention_mask.shape[-1] > self.config.index_topk)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("model_class", "attention"), [(transformers.Qwen3ForCausalLM, "verl_async_grouped"), (SelectsBySdpa, "sdpa")]
+)
+def test_what_differs_only_beyond_many_tokens_is_seen_in_the_trial(model_class: type[Any], attention: str) -> None:
+    config = transformers.Qwen3Config(**SIZES, head_dim=8)
+    setattr(config, "index_topk", 4096)  # noqa: B010 - a setting of other models
+    model = build(model_class, config)
+    model.set_attn_implementation("sdpa")
+    assert find_reading(model) == "slots"
+    assert (model.config._attn_implementation, model.config.index_topk) == (attention, 4096)
 
 
 def test_bfloat16_hides_what_padding_does_to_a_state(tmp_path: Path) -> None:

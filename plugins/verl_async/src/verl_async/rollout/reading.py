@@ -6,6 +6,8 @@ Shapes: B rows, S tokens, V vocabulary.
 from __future__ import annotations
 
 import logging
+import re
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Literal
 
 import torch
@@ -20,7 +22,7 @@ from verl_async.rollout.uncached_model import UncachedModel
 from verl_engine.contract.errors import ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from transformers import PreTrainedModel
 
@@ -35,6 +37,9 @@ batch, since padding would run through a recurrent state, or shift positions. ``
 _LENGTHS: Final = (3, 1, 70, 70)
 """Of the contexts tried: models that attend in chunks do so beyond 64 tokens."""
 _NEXT: Final = (6, 9, 5)
+_SHORT: Final = 48
+_SPANS: Final = re.compile(r"(?:window|attention_chunk|index_topk|local_attention)(?:_size)?$")
+"""Ends of the names of settings that say to how many tokens a token attends."""
 _TRIAL_TOKENS: Final = 2**12
 _TOLERANCE: Final = {torch.float32: 1e-4}
 _COARSE: Final = {"slots": 0.15, "mixed lengths": 0.15, "equal lengths": 0.15, "anew": torch.inf}
@@ -107,6 +112,38 @@ def reader(model: PreTrainedModel, way: Reading, max_tokens: int, recorder: Rout
 
 def _difference(model: PreTrainedModel, way: Reading) -> float:
     """Read a few contexts and tokens, taking a row out in between, and compare with whole forwards."""
+    with _short_spans(model):
+        return _difference_inside(model, way)
+
+
+@contextmanager
+def _short_spans(model: PreTrainedModel) -> Iterator[None]:
+    """Have tokens attend, inside, to fewer others than the contexts have, where the config limits that to more.
+
+    What is right only up to the window, or the number of tokens that are selected, would pass for right otherwise.
+    """
+    config = model.config.get_text_config(decoder=True)
+    spans = {
+        name: value
+        for name, value in vars(config).items()
+        if _SPANS.search(name) and type(value) is int and value > _SHORT
+    }
+    owners = [
+        (owner, name, value)
+        for owner in (config, *model.modules())
+        for name, value in spans.items()
+        if vars(owner).get(name) == value
+    ]
+    for owner, name, _ in owners:
+        setattr(owner, name, _SHORT)
+    try:
+        yield
+    finally:
+        for owner, name, value in owners:
+            setattr(owner, name, value)
+
+
+def _difference_inside(model: PreTrainedModel, way: Reading) -> float:
     config = model.config.get_text_config(decoder=True)
     limit = (max_num_tokens(model.config) or max(_LENGTHS) + len(_NEXT)) - len(_NEXT)
     contexts = [

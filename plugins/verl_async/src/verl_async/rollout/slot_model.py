@@ -31,7 +31,9 @@ class SlotModel:
 
     def __init__(self, model: PreTrainedModel, max_tokens: int, recorder: RouteRecorder | None = None) -> None:
         config = model.config.get_text_config(decoder=True)
-        types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        own_types, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+        # As in transformers: without types of layers, a window is that of all.
+        types = own_types or ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
         unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
         if unknown:
             raise ValueError(f"its layers are of {', '.join(unknown)}")
@@ -40,7 +42,8 @@ class SlotModel:
         self.routes: list[Experts] = []
         """Of each row that was read last, one that joined or all: the experts of what was read; empty where nothing
         records them."""
-        self._window = config.sliding_window if "sliding_attention" in types else None
+        self._window = window if "sliding_attention" in types else None
+        self._has_types = bool(own_types)
         self._accepted = inspect.signature(model.forward).parameters.keys()
         self._slots = Slots(model.device, max_tokens)
         self._cache = SlotCache(self._slots, types)
@@ -177,7 +180,9 @@ class SlotModel:
         masks: Any = mask
         if mask is not None and self._window is not None:
             near = torch.arange(mask.shape[-1], device=mask.device) > positions[:, None, :, None] - self._window
-            masks = {"full_attention": mask, "sliding_attention": torch.where(near, mask, -torch.inf)}
+            masks = torch.where(near, mask, -torch.inf)
+            if self._has_types:
+                masks = {"full_attention": mask, "sliding_attention": masks}
         head = self._model.get_output_embeddings()
         hook = None
         if last_U is not None and ids.shape[1] > 1:

@@ -171,7 +171,7 @@ class Evaluation:
     @property
     def _room(self) -> int:
         """Samples at a time at one worker, as many as in training; a group goes to one worker, which reads it once."""
-        most = max((one.config.num_samples for one in self.sets), default=1)
+        most = max(one.config.num_samples for one in self.sets)
         return max(most, self.rollout.max_batch_prompts * self.rollout.n)
 
     async def _answer(self, worker: RolloutWorker, share: Sequence[tuple[EvaluationSet, Draw]]) -> list[ScoredGroup]:
@@ -196,7 +196,7 @@ class Evaluation:
         self, worker: RolloutWorker, share: Sequence[tuple[EvaluationSet, Draw]]
     ) -> list[ScoredGroup]:
         """Answer a share of the prompts in batches that are the same at each run."""
-        size = self._room // max((one.config.num_samples for one in self.sets), default=1)
+        size = self._room // max(one.config.num_samples for one in self.sets)
         groups = []
         for start in range(0, len(share), size):
             batch = SealedBatch(worker)

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from verl_async.orchestrator.actors import ShareBatches
+    from verl_async.orchestrator.actors import RankBatches
 
 GENERATION_S, UPDATE_S, LOG_PROBS_S, SYNC_S = 178.0, 114.0, 54.0, 10.0
 PROMPTS, N, SLOTS, UPDATES = 32, 8, 64, 16
@@ -72,12 +72,12 @@ BOUNDS = {"fraction_of_bound": 0.95, "fraction_of_bound_few_slots": 0.95, "fract
 class SleepingTrainer:
     """A `Trainer` of one share; all times are the profile's over `scale`."""
 
-    num_shares = 1
+    data_parallel_size = 1
 
     def __init__(self, scale: float) -> None:
         self._scale = scale
 
-    async def train_batch(self, batches: ShareBatches, *_: object) -> StepReport:
+    async def train_batch(self, batches: RankBatches, *_: object) -> StepReport:
         """Make an optimizer step."""
         await asyncio.sleep(UPDATE_S / UPDATES / self._scale)
         sequences = [one for group in batches[0] for one in group]
@@ -86,7 +86,7 @@ class SleepingTrainer:
         return StepReport(0.0, {}, num_loss_tokens, sum(map(len, sequences)), len(batches[0]), step)
 
     async def infer_batch(
-        self, batches: ShareBatches, temperature: float, tag: str | None = None
+        self, batches: RankBatches, temperature: float, tag: str | None = None
     ) -> list[list[list[npt.NDArray[np.float32]]]]:
         """Compute log-probs."""
         del temperature, tag

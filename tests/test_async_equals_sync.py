@@ -16,7 +16,7 @@ from verl_async.algorithms.algorithm import Algorithm
 from verl_async.data.rewards import Sample, load_reward, read_result
 from verl_async.data.tokenization import decode_response
 from verl_async.job import load_train_job
-from verl_async.orchestrator.batches import SharePlan, build_sequences, with_advantages
+from verl_async.orchestrator.batches import BatchPlan, build_sequences, with_advantages
 from verl_async.orchestrator.inputs import ModelTexts, read_training_prompts
 from verl_async.orchestrator.prompt_source import PromptSource
 from verl_async.orchestrator.samples import ScoredGroup
@@ -105,7 +105,7 @@ def train_in_a_plain_loop(rank: int, recipe: Path, folder: Path, num_ranks: int)
         for start in (0, 4):
             part = groups[start : start + 4]
             sequences = with_advantages(part, build_sequences(part, (), "rollout"), algorithm)
-            plan = SharePlan.of(sequences, num_ranks, job.trainer.max_tokens_per_micro_batch)
+            plan = BatchPlan.of(sequences, num_ranks, job.trainer.max_tokens_per_micro_batch)
             worker.train_batch(plan.pick(sequences)[rank], algorithm.loss, job.rollout.temperature)
         names = [spec.name for spec in worker.engine.weight_specs()]
         send_weights(rollout, worker.engine.full_weights(names), step + 1)

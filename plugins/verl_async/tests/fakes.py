@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from verl_async.data.rewards import Sample
-    from verl_async.orchestrator.actors import ShareBatches
+    from verl_async.orchestrator.actors import RankBatches
     from verl_async.orchestrator.async_training import AsyncTraining
     from verl_async.orchestrator.inputs import ModelTexts
     from verl_async.orchestrator.policy_update import PolicyUpdate
@@ -50,12 +50,12 @@ if TYPE_CHECKING:
 class FakeTrainer:
     """Counts steps; its weights are its step count, sent in `num_buckets` buckets through two slots."""
 
-    def __init__(self, num_shares: int = 1, num_buckets: int = 3, step_s: float = 0.0) -> None:
-        self.num_shares = num_shares
+    def __init__(self, data_parallel_size: int = 1, num_buckets: int = 3, step_s: float = 0.0) -> None:
+        self.data_parallel_size = data_parallel_size
         self.num_buckets = num_buckets
         self.step_s = step_s
         self.num_steps = 0
-        self.batches: list[ShareBatches] = []
+        self.batches: list[RankBatches] = []
         self.losses: list[LossFn] = []
         self.temperatures: list[float] = []
         self.normalizers: list[Normalizer] = []
@@ -67,7 +67,7 @@ class FakeTrainer:
         """By tag, the step count then."""
 
     async def train_batch(
-        self, batches: ShareBatches, loss_fn: LossFn, temperature: float, normalizer: Normalizer = "tokens"
+        self, batches: RankBatches, loss_fn: LossFn, temperature: float, normalizer: Normalizer = "tokens"
     ) -> StepReport:
         await asyncio.sleep(self.step_s)
         self.num_steps += 1
@@ -75,7 +75,7 @@ class FakeTrainer:
         self.losses.append(loss_fn)
         self.temperatures.append(temperature)
         self.normalizers.append(normalizer)
-        sequences = [one for share in batches for group in share for one in group]
+        sequences = [one for rank in batches for group in rank for one in group]
         return StepReport(
             loss=float(self.num_steps),
             metrics={"ratio": 1.0 + self.num_steps},
@@ -90,7 +90,7 @@ class FakeTrainer:
         self.kept[tag] = self.num_steps
 
     async def infer_batch(
-        self, batches: ShareBatches, temperature: float, tag: str | None = None
+        self, batches: RankBatches, temperature: float, tag: str | None = None
     ) -> list[list[list[npt.NDArray[np.float32]]]]:
         """Each token's log-prob is minus its id, and minus 1000 for each step made."""
         await asyncio.sleep(0)
@@ -98,18 +98,18 @@ class FakeTrainer:
         self.num_inferred += 1
         self.temperatures.append(temperature)
         return [
-            [[(-one.token_ids - 1000.0 * num_steps).astype(np.float32) for one in group] for group in share]
-            for share in batches
+            [[(-one.token_ids - 1000.0 * num_steps).astype(np.float32) for one in group] for group in rank]
+            for rank in batches
         ]
 
     async def infer_reference(
-        self, batches: ShareBatches, temperature: float
+        self, batches: RankBatches, temperature: float
     ) -> list[list[list[npt.NDArray[np.float32]]]]:
         """Each token's log-prob is minus half its id."""
         await asyncio.sleep(0)
         self.num_inferred += 1
         self.temperatures.append(temperature)
-        return [[[(-0.5 * one.token_ids).astype(np.float32) for one in group] for group in share] for share in batches]
+        return [[[(-0.5 * one.token_ids).astype(np.float32) for one in group] for group in rank] for rank in batches]
 
     async def plan_weight_buckets(self, bucket_bytes: int, dtype: str) -> list[WeightBucket]:
         assert (bucket_bytes, dtype) == (256 * 2**20, "float32")

@@ -24,10 +24,10 @@ from verl_engine.contract.markers import hookimpl
 class ToyConfig(EngineConfig):
     backend: Literal["toy"] = "toy"
     most_ranks: int = 4
-    ranks_per_share: int = 1
+    ranks_per_replica: int = 1
 
     def data_parallel_ranks(self, world_size):
-        return tuple(rank // self.ranks_per_share for rank in range(world_size))
+        return tuple(rank // self.ranks_per_replica for rank in range(world_size))
 
     def validate_world(self, world_size):
         if world_size > self.most_ranks:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins.verl_async.tests.fakes import learned, make_group
-from verl_async.orchestrator.batches import SharePlan, with_column, without_fields
+from verl_async.orchestrator.batches import BatchPlan, with_column, without_fields
 from verl_engine.batch.sequence import Sequence
 
 
@@ -58,24 +58,24 @@ def test_a_column_is_added_and_nothing_else_changes() -> None:
 @settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12),
-    num_shares=st.integers(1, 4),
+    data_parallel_size=st.integers(1, 4),
     budget=st.integers(1, 20),
 )
 def test_every_sequence_is_computed_once_and_results_come_back_in_order(
-    lengths: list[int], num_shares: int, budget: int
+    lengths: list[int], data_parallel_size: int, budget: int
 ) -> None:
     sequences = plain_sequences(lengths)
-    plan = SharePlan.of(sequences, num_shares, budget)
+    plan = BatchPlan.of(sequences, data_parallel_size, budget)
     batches = plan.pick(sequences)
-    assert len(batches) == num_shares
-    assert len({len(share) for share in batches}) == 1, "every share has as many micro-batches"
-    results = [[[one.token_ids.astype(np.float32) for one in group] for group in share] for share in batches]
+    assert len(batches) == data_parallel_size
+    assert len({len(rank) for rank in batches}) == 1, "every rank has as many micro-batches"
+    results = [[[one.token_ids.astype(np.float32) for one in group] for group in rank] for rank in batches]
     restored = plan.restore(results)
     assert [(len(values), values[0]) for values in restored] == [(length, i) for i, length in enumerate(lengths)]
 
 
 def test_results_that_do_not_fit_the_plan_are_refused() -> None:
-    plan = SharePlan([[[0], [1]]])
+    plan = BatchPlan([[[0], [1]]])
     with pytest.raises(ValueError, match="zip"):
         plan.restore([[[np.zeros(1, np.float32)]]])
 

@@ -165,13 +165,13 @@ def test_a_path_of_any_characters_loads_again(recipe: Path, name: str) -> None:
     assert load_train_job(again) == job
 
 
-def test_sequences_divide_over_shares_and_not_over_ranks(recipe: Path, tmp_path: Path) -> None:
-    settings = ["trainer.num_ranks=4", "trainer.mini_batch_size=1", "engine.ranks_per_share=2"]
-    job = load_train_job(recipe, [*settings, "rollout.n=6"])  # six sequences, two shares, four ranks
+def test_sequences_divide_over_data_parallel_ranks_and_not_over_all(recipe: Path, tmp_path: Path) -> None:
+    settings = ["trainer.num_ranks=4", "trainer.mini_batch_size=1", "engine.ranks_per_replica=2"]
+    job = load_train_job(recipe, [*settings, "rollout.n=6"])  # six sequences, two data-parallel ranks, four ranks
     assert job.engine.data_parallel_ranks(job.trainer.num_ranks) == (0, 0, 1, 1)
     expected = (
-        "trainer.mini_batch_size * rollout.n = 5 sequences do not divide over the 2 shares of the data that "
-        "trainer.num_ranks=4 ranks compute; make it a multiple of 2"
+        "trainer.mini_batch_size * rollout.n = 5 sequences do not divide over the 2 data-parallel ranks of "
+        "trainer.num_ranks=4; make it a multiple of 2"
     )
     assert _message(recipe, *settings, "rollout.n=5") == expected
     supervised = write_recipe(tmp_path / "sft.yaml", sft_settings(tmp_path / "sft"))

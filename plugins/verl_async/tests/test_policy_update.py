@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from verl_async.orchestrator.actors import ShareBatches
+    from verl_async.orchestrator.actors import RankBatches
 
 
 def update_of(trainer: FakeTrainer, timeout_s: float = 5.0, **algorithm: Any) -> PolicyUpdate:
@@ -35,16 +35,16 @@ def run(update: PolicyUpdate, *rewards: tuple[float, float]) -> Mapping[str, flo
     return asyncio.run(update.run([make_group(number, pair) for number, pair in enumerate(rewards)]))
 
 
-def num_sequences(batches: ShareBatches) -> list[list[int]]:
-    """Sequences of each share's micro-batches."""
-    return [[len(group) for group in share] for share in batches]
+def num_sequences(batches: RankBatches) -> list[list[int]]:
+    """Sequences of each data-parallel rank's micro-batches."""
+    return [[len(group) for group in rank] for rank in batches]
 
 
 def test_each_mini_batch_makes_one_optimizer_step() -> None:
-    trainer = FakeTrainer(num_shares=2)
+    trainer = FakeTrainer(data_parallel_size=2)
     figures = run(update_of(trainer), (0.0, 1.0), (0.0, 2.0), (0.0, 3.0), (0.0, 4.0))
     assert trainer.num_steps == 2
-    # Four sequences of four tokens over two shares: eight tokens a share, which is the budget of a micro-batch.
+    # Four sequences of four tokens over two ranks: eight tokens a rank, which is the budget of a micro-batch.
     assert [num_sequences(batches) for batches in trainer.batches] == [[[2], [2]], [[2], [2]]]
     assert trainer.losses == [Algorithm.load(AlgorithmConfig()).loss] * 2
     assert trainer.normalizers == ["tokens"] * 2
@@ -81,12 +81,12 @@ def test_skipped_steps_are_reported() -> None:
 
 
 def test_recomputed_log_probs_are_of_the_weights_at_the_start_of_the_training_step() -> None:
-    trainer = FakeTrainer(num_shares=2)
+    trainer = FakeTrainer(data_parallel_size=2)
     run(update_of(trainer, old_log_probs="recompute"), (0.0, 1.0), (0.0, 2.0), (0.0, 3.0), (0.0, 4.0))
     assert (trainer.num_inferred, trainer.num_steps) == (2, 2)
     assert trainer.temperatures == [0.7] * 4
     for batches in trainer.batches:
-        for one in (one for share in batches for group in share for one in group):
+        for one in (one for rank in batches for group in rank for one in group):
             # FakeTrainer.infer_batch would add -1000 after the first optimizer step.
             assert one.fields["old_log_probs"].tolist() == (-one.token_ids).tolist()
 
@@ -99,7 +99,7 @@ def test_recomputed_log_probs_of_later_steps_are_of_the_weights_of_the_last_sync
     assert trainer.num_steps == 4
     for step, batches in enumerate(trainer.batches):
         synced_at = step - step % 2
-        for one in (one for share in batches for group in share for one in group):
+        for one in (one for rank in batches for group in rank for one in group):
             assert one.fields["old_log_probs"].tolist() == (-one.token_ids - 1000.0 * synced_at).tolist()
 
 
@@ -143,14 +143,14 @@ def response_fields(trainer: FakeTrainer, name: str) -> list[list[float]]:
     return [
         one.fields[name][one.loss_mask].tolist()
         for batches in trainer.batches
-        for share in batches
-        for group in share
+        for rank in batches
+        for group in rank
         for one in group
     ]
 
 
 def test_a_kl_in_the_loss_brings_log_probs_of_the_reference_to_what_is_trained_on() -> None:
-    trainer = FakeTrainer(num_shares=2)
+    trainer = FakeTrainer(data_parallel_size=2)
     run(update_of(trainer, kl={}), (0.0, 1.0), (1.0, 1.0))
     assert (trainer.num_inferred, trainer.temperatures) == (1, [0.7, 0.7])
     assert response_fields(trainer, "ref_log_probs") == [[-5.5, -6.0]] * 2  # of tokens 11 and 12
@@ -307,19 +307,19 @@ class Noting(FakeTrainer):
         super().__init__()
         self.came: dict[str, list[Any]] = {}
 
-    def note(self, call: str, batches: ShareBatches) -> None:
+    def note(self, call: str, batches: RankBatches) -> None:
         found = [one.fields["routed_experts"].flatten().tolist() for [group] in batches for one in group]
         self.came.setdefault(call, []).append(found)
 
-    async def train_batch(self, batches: ShareBatches, *rest: Any) -> Any:
+    async def train_batch(self, batches: RankBatches, *rest: Any) -> Any:
         self.note("train", batches)
         return await super().train_batch(batches, *rest)
 
-    async def infer_batch(self, batches: ShareBatches, *rest: Any, **named: Any) -> Any:
+    async def infer_batch(self, batches: RankBatches, *rest: Any, **named: Any) -> Any:
         self.note("old", batches)
         return await super().infer_batch(batches, *rest, **named)
 
-    async def infer_reference(self, batches: ShareBatches, *rest: Any) -> Any:
+    async def infer_reference(self, batches: RankBatches, *rest: Any) -> Any:
         self.note("reference", batches)
         return await super().infer_reference(batches, *rest)
 

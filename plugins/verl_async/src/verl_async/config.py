@@ -175,7 +175,7 @@ class TrainerConfig(_Length):
     """The training side of the job."""
 
     num_ranks: Ranks = 1
-    """Trainer processes. Each computes a share of every batch of its own, or one together with others where the engine
+    """Trainer processes. Each computes sequences of its own of every batch, or the same as others where the engine
     splits the model or its sequences over ranks."""
     mini_batch_size: int = Field(default=32, ge=1, le=2**20)
     """Prompts (groups of n samples) for one optimizer step."""
@@ -192,7 +192,7 @@ class SftTrainerConfig(_Length):
     """Supervised training."""
 
     num_ranks: Ranks = 1
-    """Trainer processes. Each computes a share of every batch of its own, or one together with others where the engine
+    """Trainer processes. Each computes sequences of its own of every batch, or the same as others where the engine
     splits the model or its sequences over ranks."""
     batch_size: int = Field(default=128, ge=1, le=2**20)
     """Examples for one optimizer step, over all ranks."""

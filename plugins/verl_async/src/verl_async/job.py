@@ -111,7 +111,7 @@ def _load(
             if read.optimizer_steps is None and engine.config.total_steps == _UNKNOWN_STEPS:
                 # The rows tell, when they are read; see `with_steps`.
                 engine = engine._replace(config=engine.config.model_copy(update={"total_steps": None}))
-            _check_shares(read, engine.config)
+            _check_data_parallel(read, engine.config)
             _check_use(engine.config, is_supervised=isinstance(read, ReadSftJob))
             _check_features(engine, read.trainer.num_ranks)
             if isinstance(read, ReadTrainJob):
@@ -158,17 +158,17 @@ def _algorithm(job: ReadTrainJob | ReadSftJob | None, engine: EngineSection | No
     return {"algorithm": algorithm.config}
 
 
-def _check_shares(job: ReadTrainJob | ReadSftJob, engine: EngineConfig) -> None:
-    """Check that the ranks divide as the engine is to use them, and the sequences of a step over their shares."""
+def _check_data_parallel(job: ReadTrainJob | ReadSftJob, engine: EngineConfig) -> None:
+    """Check that the ranks divide as the engine is to use them, and the sequences of a step over them."""
     num_ranks = job.trainer.num_ranks
     engine.validate_world(num_ranks)
-    num_shares = len(set(engine.data_parallel_ranks(num_ranks)))
+    data_parallel_size = len(set(engine.data_parallel_ranks(num_ranks)))
     what, number = job.sequences_per_step
-    if number % num_shares:
+    if number % data_parallel_size:
         over = f"trainer.num_ranks={num_ranks}"
-        if num_shares < num_ranks:
-            over = f"the {num_shares} shares of the data that {over} ranks compute"
-        raise ConfigError(f"{what} do not divide over {over}; make it a multiple of {num_shares}")
+        if data_parallel_size < num_ranks:
+            over = f"the {data_parallel_size} data-parallel ranks of {over}"
+        raise ConfigError(f"{what} do not divide over {over}; make it a multiple of {data_parallel_size}")
 
 
 def _check_use(engine: EngineConfig, *, is_supervised: bool) -> None:

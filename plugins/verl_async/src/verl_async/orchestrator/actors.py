@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from verl_engine.engine.train_step import Normalizer, StepReport
     from verl_engine.engine.weights.bucket import WeightBucket
 
-ShareBatches = list[list[list["sequence.Sequence"]]]
-"""``batches[share][micro_batch]``: the sequences of one micro-batch of one share of the data."""
+RankBatches = list[list[list["sequence.Sequence"]]]
+"""``batches[rank][micro_batch]``: the sequences of one micro-batch of one data-parallel rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +40,21 @@ class BucketDelivery:
 class Trainer(Protocol):
     """All trainer ranks as one."""
 
-    num_shares: int
-    """Into how many a global batch is divided: the trainer ranks, or fewer where several compute one share together."""
+    data_parallel_size: int
+    """Over how many a global batch is divided: the trainer ranks, or fewer where several compute the same data."""
 
     async def train_batch(
-        self, batches: ShareBatches, loss_fn: LossFn, temperature: float, normalizer: Normalizer = "tokens"
+        self, batches: RankBatches, loss_fn: LossFn, temperature: float, normalizer: Normalizer = "tokens"
     ) -> StepReport:
         """Make one optimizer step over a global batch; the sums of the loss are divided by the normaliser."""
 
     async def infer_batch(
-        self, batches: ShareBatches, temperature: float, tag: str | None = None
+        self, batches: RankBatches, temperature: float, tag: str | None = None
     ) -> list[list[list[npt.NDArray[np.float32]]]]:
         """Compute log-probs in the shape of `batches`, with the current weights, or those kept under a tag."""
 
     async def infer_reference(
-        self, batches: ShareBatches, temperature: float
+        self, batches: RankBatches, temperature: float
     ) -> list[list[list[npt.NDArray[np.float32]]]]:
         """Compute log-probs of the reference policy, in the shape of `batches`."""
 

@@ -35,31 +35,31 @@ if TYPE_CHECKING:
 
     from verl_async.algorithms.algorithm import Algorithm
     from verl_async.algorithms.kl import KlEstimator
-    from verl_async.orchestrator.actors import ShareBatches
+    from verl_async.orchestrator.actors import RankBatches
     from verl_async.orchestrator.samples import ScoredGroup
 
 
 @dataclass(frozen=True, slots=True)
-class SharePlan:
-    """Which share of the data each sequence is in, and in which micro-batch."""
+class BatchPlan:
+    """Which data-parallel rank computes each sequence, and in which micro-batch."""
 
     indices: list[list[list[int]]]
 
     @classmethod
-    def of(cls, sequences: list[Sequence], num_shares: int, max_tokens: int) -> SharePlan:
-        """Balance sequences over shares and micro-batches; see `plan_micro_batches`."""
-        return cls(plan_micro_batches([len(sequence) for sequence in sequences], num_shares, max_tokens))
+    def of(cls, sequences: list[Sequence], data_parallel_size: int, max_tokens: int) -> BatchPlan:
+        """Balance sequences over data-parallel ranks and micro-batches; see `plan_micro_batches`."""
+        return cls(plan_micro_batches([len(sequence) for sequence in sequences], data_parallel_size, max_tokens))
 
-    def pick(self, sequences: list[Sequence]) -> ShareBatches:
+    def pick(self, sequences: list[Sequence]) -> RankBatches:
         """Lay the sequences out as planned."""
-        return [[[sequences[index] for index in group] for group in share] for share in self.indices]
+        return [[[sequences[index] for index in group] for group in rank] for rank in self.indices]
 
     def restore(self, results: list[list[list[npt.NDArray[np.float32]]]]) -> list[npt.NDArray[np.float32]]:
         """Bring results in the plan's shape back into the order of the sequences."""
         flat = {
             index: value
-            for share, share_values in zip(self.indices, results, strict=True)
-            for group, values in zip(share, share_values, strict=True)
+            for rank, rank_values in zip(self.indices, results, strict=True)
+            for group, values in zip(rank, rank_values, strict=True)
             for index, value in zip(group, values, strict=True)
         }
         return [flat[index] for index in range(len(flat))]

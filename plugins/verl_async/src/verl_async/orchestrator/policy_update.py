@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from verl_async.algorithms.columns import OLD_LOG_PROBS, REF_LOG_PROBS, ROLLOUT_LOG_PROBS
 from verl_async.orchestrator.batches import (
-    SharePlan,
+    BatchPlan,
     build_sequences,
     kl_of,
     with_advantages,
@@ -94,8 +94,8 @@ class PolicyUpdate:
                 sequences = await self._with_column(sequences, name, tag)
         return sequences
 
-    def _plan(self, sequences: list[Sequence]) -> SharePlan:
-        return SharePlan.of(sequences, self.trainer.num_shares, self.config.max_tokens_per_micro_batch)
+    def _plan(self, sequences: list[Sequence]) -> BatchPlan:
+        return BatchPlan.of(sequences, self.trainer.data_parallel_size, self.config.max_tokens_per_micro_batch)
 
     async def _train(self, sequences: list[Sequence]) -> StepReport:
         return await within(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from verl_async.algorithms.sft_loss import sft_loss
 from verl_async.data.order import Mix
-from verl_async.orchestrator.batches import SharePlan
+from verl_async.orchestrator.batches import BatchPlan
 from verl_async.orchestrator.waiting import beside, task_group, within
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class SupervisedTraining:
 
     async def _train(self, batch: list[Sequence]) -> StepReport:
         config = self.job.trainer
-        plan = SharePlan.of(batch, self.trainer.num_shares, config.max_tokens_per_micro_batch)
+        plan = BatchPlan.of(batch, self.trainer.data_parallel_size, config.max_tokens_per_micro_batch)
         return await within(
             config.timeout_s,
             f"the trainer did not finish an optimizer step over {len(batch)} examples",

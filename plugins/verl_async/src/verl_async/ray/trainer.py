@@ -11,8 +11,8 @@ import ray
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without saying so
 
 from verl_async.orchestrator.actors import BucketDelivery
+from verl_async.orchestrator.data_parallel import DataParallelRanks
 from verl_async.orchestrator.shared_slots import SharedMemoryTransport
-from verl_async.orchestrator.shares import Shares
 from verl_async.orchestrator.trainer_host import TrainerHost
 from verl_async.orchestrator.waiting import within
 from verl_async.ray.answers import answer, answers
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from verl_async.config import SftTrainerConfig, TrainerConfig
-    from verl_async.orchestrator.actors import ShareBatches
+    from verl_async.orchestrator.actors import RankBatches
     from verl_async.rollout.interface import WeightTransport
     from verl_engine.batch.sequence import Sequence
     from verl_engine.contract.engine_config import EngineConfig
@@ -183,8 +183,8 @@ class RayTrainer:
         reference: EngineConfig | None = None,
     ) -> None:
         """Start the actors; `start` waits for them."""
-        self._shares = Shares(engine.data_parallel_ranks(config.num_ranks))
-        self.num_shares = self._shares.count
+        self._data_ranks = DataParallelRanks(engine.data_parallel_ranks(config.num_ranks))
+        self.data_parallel_size = self._data_ranks.count
         self._config = config
         self._names = [f"trainer rank {rank}" for rank in range(config.num_ranks)]
         self.shares_memory = False
@@ -243,7 +243,7 @@ class RayTrainer:
             await answer(self.actors[0].unlink_slots.remote(), self._names[0])
 
     async def train_batch(
-        self, batches: ShareBatches, loss_fn: LossFn, temperature: float, normalizer: Normalizer = "tokens"
+        self, batches: RankBatches, loss_fn: LossFn, temperature: float, normalizer: Normalizer = "tokens"
     ) -> StepReport:
         """Make one optimizer step; every rank reports the same."""
         reports = await self._each("train_batch", batches, loss_fn, temperature, normalizer)
@@ -251,16 +251,16 @@ class RayTrainer:
         return report
 
     async def infer_batch(
-        self, batches: ShareBatches, temperature: float, tag: str | None = None
+        self, batches: RankBatches, temperature: float, tag: str | None = None
     ) -> list[list[list[npt.NDArray[np.float32]]]]:
         """Compute log-probs; ranks that compute one share find the same."""
-        return self._shares.from_ranks(await self._each("infer_batch", batches, temperature, tag))
+        return self._data_ranks.from_ranks(await self._each("infer_batch", batches, temperature, tag))
 
     async def infer_reference(
-        self, batches: ShareBatches, temperature: float
+        self, batches: RankBatches, temperature: float
     ) -> list[list[list[npt.NDArray[np.float32]]]]:
         """Compute log-probs of the reference policy."""
-        return self._shares.from_ranks(await self._each("infer_reference", batches, temperature))
+        return self._data_ranks.from_ranks(await self._each("infer_reference", batches, temperature))
 
     async def keep_weights(self, tag: str) -> None:
         """Keep every rank's part of the weights aside."""
@@ -291,7 +291,7 @@ class RayTrainer:
         """Call every rank with the same arguments."""
         return await answers([getattr(actor, method).remote(*args) for actor in self.actors], self._names)
 
-    async def _each(self, method: str, batches: ShareBatches, *args: Any) -> list[Any]:
+    async def _each(self, method: str, batches: RankBatches, *args: Any) -> list[Any]:
         """Call every rank with the batches of its share."""
-        own = zip(self.actors, self._shares.to_ranks(batches), strict=True)
+        own = zip(self.actors, self._data_ranks.to_ranks(batches), strict=True)
         return await answers([getattr(actor, method).remote(batch, *args) for actor, batch in own], self._names)

@@ -21,7 +21,7 @@ from tests.test_router_replay import OTHERS, REFUSED, SELECTION, load
 from verl_async.orchestrator.batches import build_sequences
 from verl_async.orchestrator.sampler import Sampler
 from verl_async.orchestrator.samples import Draw
-from verl_async.orchestrator.workflow import SingleTurn
+from verl_async.orchestrator.workflow import SingleTurn, Trajectory
 from verl_async.rollout.embedded import EmbeddedEngine
 from verl_async.rollout.embedded_plugin import EmbeddedConfig
 from verl_async.rollout.in_process import generate
@@ -36,6 +36,8 @@ from verl_fsdp.config import Fsdp2Config
 
 if TYPE_CHECKING:
     from tests.end_to_end import Cluster, Task
+    from verl_async.data.prompts import Prompt
+    from verl_async.orchestrator.workflow import Workflow, WorkflowClient
     from verl_async.rollout.interface import Generation, GenerationRequest
     from verl_engine.batch.sequence import Sequence
     from verl_engine.engine.token_output import OutputName
@@ -75,10 +77,19 @@ class EngineLane:
         """Nothing to close."""
 
 
-def rolled_out(folder: Path) -> list[Sequence]:
+class TwoTurns:
+    """A conversation: the second turn reads only what is new."""
+
+    async def run(self, _: Prompt, token_ids: tuple[int, ...], client: WorkflowClient) -> list[Trajectory]:
+        first = await client.generate(token_ids, goes_on=True)
+        second = await client.generate([*token_ids, *first.token_ids, 7, 8], goes_on=True)
+        return [Trajectory((first, (7, 8), second))]
+
+
+def rolled_out(folder: Path, workflow: Workflow) -> list[Sequence]:
     engine = EmbeddedEngine(EmbeddedConfig(device="cpu", routed_experts=True), folder)
     try:
-        sampler = Sampler(SingleTurn(), make_scorer(len), SamplingParams(24), 3, with_experts=True)
+        sampler = Sampler(workflow, make_scorer(len), SamplingParams(24), 3, with_experts=True)
         lanes: Any = [EngineLane(engine)] * 4
         group = asyncio.run(sampler.group(Draw(0, encoded_prompts(1)[0]), lanes))
     finally:
@@ -86,8 +97,9 @@ def rolled_out(folder: Path) -> list[Sequence]:
     return build_sequences([group], (), "rollout", with_experts=True)
 
 
-def test_a_trainer_goes_through_the_experts_of_the_rollout(tmp_path: Path) -> None:
-    sequences = rolled_out(write_model(tmp_path / "rollout", 1e-6))
+@pytest.mark.parametrize("workflow", [SingleTurn, TwoTurns])
+def test_a_trainer_goes_through_the_experts_of_the_rollout(workflow: type[Workflow], tmp_path: Path) -> None:
+    sequences = rolled_out(write_model(tmp_path / "rollout", 1e-6), workflow())
     worker = EngineWorker(Fsdp2Config(device="cpu", router_replay=True), write_model(tmp_path / "model", -1e-6))
     worker.prepare((tmp_path / "store").as_uri())
     names: tuple[OutputName, ...] = ("log_probs", "routed_experts")

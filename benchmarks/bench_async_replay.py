@@ -4,7 +4,8 @@ The profile is that of Qwen2.5-Math-7B on 128 devices in verl's documentation of
 synchronous: 356 s a step, of which 178 s generate, 114 s update and 54 s recompute log-probs), scaled down in time and
 in samples: 32 prompts of 8 samples a step, 16 optimizer steps, 64 slots. Lengths are log-normal by seed, the longest
 ten times the mean, or those of a file; a token takes so long that the samples of one step alone take the profile's 178
-s. Loop, dispatcher, Ray, scoring, staleness and weight sync are the job's own. Last line: JSON.
+s. Loop, dispatcher, Ray, scoring, staleness and weight sync are the job's own.
+Wants a machine with nothing else to do: one that is busy delays what sleeps. Last line: JSON.
 
     fraction_of_bound            bound over the time that a step's work takes, while the pipeline is full. The bound is
                                  the larger of slot-seconds / slots and of update and log-probs, each with the weight

@@ -18,7 +18,7 @@ class JobListener(Protocol):
         """Take a line that should stay to be read, such as a choice that the engine made."""
 
     def on_step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
-        """Take the figures of a finished training step; steps count from 1."""
+        """Take the metrics of a finished training step; steps count from 1."""
 
     def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the figures of an evaluation after `step` training steps."""
+        """Take the metrics of an evaluation after `step` training steps."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class WeightSync:
-    """Copies weights; a version is in force everywhere or the job ends, with the workers paused."""
+    """Copies weights; a version is current everywhere or the job ends, with the workers paused."""
 
     trainer: Trainer
     workers: list[RolloutWorker]
@@ -35,7 +35,7 @@ class WeightSync:
     generation_timeout_s: float
     """How long that end may take."""
     version: int = -1
-    """Version in force; -1 before the first sync."""
+    """Current version; -1 before the first sync."""
 
     async def run(self) -> None:
         """Bring the next version to all workers; generation rests meanwhile.

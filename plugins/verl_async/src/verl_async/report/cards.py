@@ -1,4 +1,4 @@
-"""The headline figures of the report, worded."""
+"""The headline metrics of the report, worded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One figure with its name; `note` says what it is measured on."""
+    """One metric with its name; `note` says what it is measured on."""
 
     label: str
     value: str
@@ -24,7 +24,7 @@ class Card:
 
 
 def build_cards(summary: Mapping[str, Any], record: RunRecord) -> list[Card]:
-    """Word the figures of a summary; those that the run does not have are left out."""
+    """Word the metrics of a summary; those that the run does not have are left out."""
     skipped = f"{summary['num_steps_skipped']} skipped" if summary["num_steps_skipped"] else ""
     planned = (
         f"of {summary['num_steps_planned']:,} planned" if summary["num_steps"] != summary["num_steps_planned"] else ""

@@ -41,7 +41,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class ChartSpec:
-    """Which figures go into one picture."""
+    """Which metrics go into one chart."""
 
     name: str
     title: str

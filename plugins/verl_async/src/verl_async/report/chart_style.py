@@ -26,7 +26,7 @@ _POINTS_PER_INCH: Final = 72.0
 
 @contextmanager
 def figure(width_px: float, height_px: float) -> Iterator[Figure]:
-    """Make a figure and have the style in force inside; neither pyplot nor a global backend is touched."""
+    """Make a figure and apply the style inside; neither pyplot nor a global backend is touched."""
     # Here and not above: only a finished run needs matplotlib, and it takes half a second.
     from matplotlib import rc_context
     from matplotlib.figure import Figure

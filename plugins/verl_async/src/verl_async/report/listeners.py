@@ -50,11 +50,11 @@ class Listeners:
         self._tell("on_note", text)
 
     def on_step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
-        """Pass on the figures of a step."""
+        """Pass on the metrics of a step."""
         self._tell("on_step", step, num_steps, metrics)
 
     def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Pass on the figures of an evaluation."""
+        """Pass on the metrics of an evaluation."""
         self._tell("on_evaluation", step, metrics)
 
     def _tell(self, event: str, *arguments: Any) -> None:

@@ -25,7 +25,7 @@ _BORDER_WIDTH = 6
 
 
 class LiveProgress:
-    """A listener that shows the latest figures; use it as a context manager. The last state stays on the screen."""
+    """A listener that shows the latest metrics; use it as a context manager. The last state stays on the screen."""
 
     def __init__(self, console: Console, title: str) -> None:
         """Draw on `console`; `title` heads the panel."""
@@ -53,11 +53,11 @@ class LiveProgress:
         self._live.console.print(text, highlight=False, markup=False)
 
     def on_step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
-        """Show the figures of a step."""
+        """Show the metrics of a step."""
         self._state.take_step(step, num_steps, metrics)
 
     def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the figures of an evaluation."""
+        """Show the metrics of an evaluation."""
         self._state.take_evaluation(step, metrics)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

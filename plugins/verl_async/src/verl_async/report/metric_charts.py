@@ -1,4 +1,4 @@
-"""Charts of figures over training steps."""
+"""Charts of metrics over training steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _HEIGHT_PX: Final = 215
 
 
 def metric_charts(record: RunRecord) -> list[Chart]:
-    """Draw every chart that has something to show; those of figures that the job never reported are left out."""
+    """Draw every chart that has something to show; those of metrics that the job never reported are left out."""
     evaluated = [evaluation_chart(name, metrics) for name, metrics in record.sets.items()]
     return [chart for spec in (*evaluated, *CHARTS) if (chart := _draw(spec, record)) is not None]
 

@@ -1,4 +1,4 @@
-"""The figures of a run on disk while it runs: ``metrics.jsonl`` and TensorBoard events."""
+"""The metrics of a run on disk while it runs: ``metrics.jsonl`` and TensorBoard events."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MetricsLog:
     """A listener that writes each step and evaluation at once, so that a killed run keeps all but its last line.
 
     Use it as a context manager. A line of ``metrics.jsonl`` holds ``kind`` (``step`` or ``evaluation``), ``step``,
-    ``time_s`` (seconds since the log was opened) and the figures by name; one that is not finite is written as null.
+    ``time_s`` (seconds since the log was opened) and the metrics by name; one that is not finite is written as null.
     """
 
     def __init__(self, folder: OutputFolder) -> None:
@@ -69,7 +69,7 @@ class MetricsLog:
         """Ignore what is said of the job."""
 
     def on_step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
-        """Write the figures of a step; TensorBoard shows those without a group of their own under ``train/``.
+        """Write the metrics of a step; TensorBoard shows those without a group of their own under ``train/``.
 
         Raises:
             OutputError: the disk is full or the folder went away.
@@ -79,7 +79,7 @@ class MetricsLog:
         self._events.add_scalars(step, {_grouped(name): value for name, value in metrics.items()})
 
     def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the figures of an evaluation; TensorBoard shows them under ``evaluation/``.
+        """Write the metrics of an evaluation; TensorBoard shows them under ``evaluation/``.
 
         Raises:
             OutputError: the disk is full or the folder went away.

@@ -58,7 +58,7 @@ class OutputFolder:
 
     @property
     def summary(self) -> Path:
-        """The headline figures, as JSON."""
+        """The headline metrics, as JSON."""
         return self.path / "summary.json"
 
     @property
@@ -195,11 +195,11 @@ class OutputFolder:
         self.write_text(self.config, config_yaml(job))
 
     def write_summary(self, summary: Mapping[str, object]) -> None:
-        """Write the headline figures as JSON.
+        """Write the headline metrics as JSON.
 
         Raises:
             OutputError: it cannot be written.
-            ValueError: a figure is not finite, which JSON cannot hold.
+            ValueError: a metric is not finite, which JSON cannot hold.
         """
         self.write_text(self.summary, json.dumps(summary, indent=2, allow_nan=False) + "\n")
 

@@ -49,14 +49,14 @@ class PlainProgress:
         self._print(text)
 
     def on_step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
-        """Print the figures of a step, when it is time."""
+        """Print the metrics of a step, when it is time."""
         self._state.take_step(step, num_steps, metrics)
         is_due = self._state.elapsed_s - self._printed_s >= self._every_s
         if is_due or self._printed_step == 0 or step == num_steps:
             self._print_step()
 
     def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the figures of an evaluation."""
+        """Print the metrics of an evaluation."""
         self._state.take_evaluation(step, metrics)
         self._print(f"evaluation: {self._state.evaluation_text()}")
 

@@ -21,7 +21,7 @@ _PACE_STEPS: Final = 50
 
 @dataclass(slots=True)
 class ProgressState:
-    """The latest figures of a job."""
+    """The latest metrics of a job."""
 
     clock: Callable[[], float] = time.monotonic
     status: str = ""
@@ -40,14 +40,14 @@ class ProgressState:
         self.start_s = self.clock()
 
     def take_step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
-        """Take the figures of a step."""
+        """Take the metrics of a step."""
         self.step, self.num_steps, self.metrics = step, num_steps, dict(metrics)
         self._step_times.append((step, self.clock()))
         if "reward" in metrics:
             self.rewards.append(metrics["reward"])
 
     def take_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the figures of an evaluation."""
+        """Take the metrics of an evaluation."""
         self.evaluation_step, self.evaluation = step, dict(metrics)
 
     @property
@@ -65,7 +65,7 @@ class ProgressState:
         return max(0.0, (self.num_steps - last) * pace_s - (self.clock() - last_s))
 
     def figures(self) -> Iterable[tuple[str, str]]:
-        """Label and text of each figure that the job reports: an SFT job has no rollouts, so no staleness."""
+        """Label and text of each metric that the job reports: an SFT job has no rollouts, so no staleness."""
         metrics = self.metrics
         for name, label in (("reward", "reward"), ("exact_match", "exact match")):
             if name in metrics:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The figures of one step or evaluation."""
+    """The metrics of one step or evaluation."""
 
     step: int
     """Training steps finished by then."""
@@ -22,7 +22,7 @@ class Recorded:
 
 
 def evaluated_sets(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Divide the figures of an evaluation by its sets, with whose names they begin; in their order."""
+    """Divide the metrics of an evaluation by its sets, with whose names they begin; in their order."""
     sets: dict[str, dict[str, float]] = {}
     for full_name, value in metrics.items():
         name, slash, metric = full_name.partition("/")
@@ -56,15 +56,15 @@ class RunRecord:
             self.warnings.append(text.removeprefix("warning: "))
 
     def on_step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
-        """Keep the figures of a step."""
+        """Keep the metrics of a step."""
         self.num_steps = num_steps
         self.steps.append(Recorded(step, self.elapsed_s, dict(metrics)))
 
     def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep the figures of an evaluation."""
+        """Keep the metrics of an evaluation."""
         self.evaluations.append(Recorded(step, self.elapsed_s, dict(metrics)))
 
     @property
     def sets(self) -> dict[str, dict[str, float]]:
-        """The evaluation sets, each with the figures of its first evaluation."""
+        """The evaluation sets, each with the metrics of its first evaluation."""
         return evaluated_sets(self.evaluations[0].metrics) if self.evaluations else {}

@@ -1,4 +1,4 @@
-"""The report: one HTML file with figures, charts and the timeline, readable without a network."""
+"""The report: one HTML file with metrics, charts and the timeline, readable without a network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The headline figures of a run."""
+"""The headline metrics of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RunStatus = Literal["finished", "stopped early", "interrupted", "failed"]
 
 _PACKAGES: Final = ("verl-engine-core", "verl-async", "torch", "transformers", "ray")
 _WINDOW_STEPS: Final = 10
-"""Without evaluations, the first and last figures are means over so many training steps: one step is too noisy."""
+"""Without evaluations, the first and last metrics are means over so many training steps: one step is too noisy."""
 
 
 def build_summary(
@@ -38,7 +38,7 @@ def build_summary(
         seconds: wall time of the whole run.
 
     Returns:
-        Figures by name, ready for JSON; None where the run has no such figure. ``exact_match_first`` and ``_last`` (and
+        Metrics by name, ready for JSON; None where the run has no such metric. ``exact_match_first`` and ``_last`` (and
         so the rewards) are of the first and last evaluation on the first set; without any, means over the first and
         last 10 training steps. ``evaluations`` holds first and last of each metric of each set.
     """
@@ -86,7 +86,7 @@ def _prompts_per_step(job: TrainJob | SftJob) -> int:
 
 def _first_and_last(record: RunRecord, name: str) -> tuple[float | None, float | None]:
     if record.evaluations:
-        # A run that ended before its second evaluation has no last figure: the first one would pass for a result.
+        # A run that ended before its second evaluation has no last value: the first one would pass for a result.
         return _mean(record.evaluations[:1], name), _mean(record.evaluations[1:][-1:], name)
     return _mean(record.steps[:_WINDOW_STEPS], name), _mean(record.steps[-_WINDOW_STEPS:], name)
 
@@ -97,7 +97,7 @@ def _mean(entries: Sequence[Recorded], name: str) -> float | None:
 
 
 def _last_count(record: RunRecord, name: str) -> int | None:
-    """Last value of a figure that counts up over the run."""
+    """Last value of a metric that counts up over the run."""
     value = next((entry.metrics[name] for entry in reversed(record.steps) if name in entry.metrics), math.nan)
     return int(value) if math.isfinite(value) else None
 

@@ -287,7 +287,7 @@ class RouterNotTrained(Fsdp2Engine):
         def constant(scores: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return choose(scores.detach(), *others)
 
-        with patch("verl_fsdp.forward.router_replay.choose", constant):
+        with patch("verl_engine.engine.routed_experts.choose", constant):
             return super().forward(batch, temperature)
 
 

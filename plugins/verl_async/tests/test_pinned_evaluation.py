@@ -120,7 +120,7 @@ def run_of(threshold: float, every_steps: int | None = 3, workflow: str = "Turns
             "trainer": {"num_steps": 6},
             "async_training": {"staleness_threshold": threshold},
             "evaluation": evaluation_section(every_steps, temperature=HELD_OUT, num_samples=2),
-            "rollout": {"workflow": f"{__name__}:{workflow}", **sections.pop("rollout", {})},
+            "rollout": {"workflow": f"{__name__}:{workflow}"} | sections.pop("rollout", {}),
             **sections,
         }
     )
@@ -183,6 +183,20 @@ def test_on_policy_the_world_stops() -> None:
         assert set(events[begin + 1 : end]) == {"held-out sample"}
         assert f"step {step + 1}" not in events[:end]
     assert all(0 < figures["wait_s"] <= figures["seconds"] for _, figures in run.listener.evaluations)
+
+
+def test_in_deterministic_mode_training_has_the_same_batches_with_and_without_evaluation() -> None:
+    settings: dict[str, Any] = {"rollout": {"deterministic": True, "max_batch_prompts": 1, "workflow": "single_turn"}}
+    runs = [run_of(0.0, every_steps=1, **settings) for _ in range(2)]
+    runs[1].job = runs[1].job.model_copy(update={"evaluation": None})
+    asked = []
+    for run in runs:
+        asyncio.run(finish(run))
+        calls = [call for rollout in run.rollouts for call in rollout.calls]
+        asked.append([[(one.prompt_ids, one.seeds) for one in call] for call in calls if call[0].log_probs])
+        assert all(sealed for rollout in run.rollouts for sealed in rollout.sealed)
+    assert asked[0] == asked[1]
+    assert [len(run.listener.evaluations) for run in runs] == [7, 0]
 
 
 def test_an_aim_stops_the_world_too() -> None:

@@ -74,7 +74,13 @@ class Cluster:
             "RAY_AUTH_TOKEN_PATH": str(self.token),
             # Else Ray replaces 127.0.0.1 by the address of a network card; see `verl_async.ray.local_cluster`.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(self.site)]),
         }
+
+    @property
+    def site(self) -> Path:
+        """Folder of packages that are installed for it and for its jobs."""
+        return self.token.with_name("site")
 
     @classmethod
     @contextmanager
@@ -82,6 +88,7 @@ class Cluster:
         """Start one, on the loopback interface only; leaving ends it, and whatever it has started."""
         port, other_port = _free_ports(2)
         cluster = cls(f"127.0.0.1:{port}", uuid.uuid4().hex, folder / "token")
+        cluster.site.mkdir()
         cluster.token.write_text(secrets.token_hex(32), encoding="ascii")
         command = (
             COMMAND.with_name("ray"), "start", "--head", "--block", f"--port={port}", "--node-ip-address=127.0.0.1",

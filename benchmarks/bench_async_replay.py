@@ -8,9 +8,8 @@ s. Loop, dispatcher, Ray, scoring, staleness and weight sync are the job's own.
 Wants a machine with nothing else to do: one that is busy delays what sleeps. Last line: JSON.
 
     fraction_of_bound            bound over the time that a step's work takes, while the pipeline is full. The bound is
-                                 the larger of slot-seconds / slots and of update and log-probs, each with the weight
-                                 sync, during which both sides rest
-    fraction_of_bound_few_slots  the same with 24 slots, where generation is the bottleneck
+                                 the larger of slot-seconds / slots and of update, log-probs and weight sync
+    fraction_of_bound_few_slots  the same with 24 slots, where generation is the bottleneck; they rest during a sync
     fraction_of_bound_rewards    the same where each sample's reward takes as long as its generation
     speedup_vs_sync              over the same job on the same slots and trainer, on-policy: a step at a time
     *_s                          seconds of one step's work, in the profile's time
@@ -67,11 +66,11 @@ FEW_SLOTS = 24
 SEED = 0
 FILLING, DRAINING = 2, 2
 """Steps' work at the beginning and the end that is not measured."""
-BOUNDS = {"fraction_of_bound": 0.95, "fraction_of_bound_few_slots": 0.95, "fraction_of_bound_rewards": 0.9}
+BOUNDS = {"fraction_of_bound": 0.95, "fraction_of_bound_rewards": 0.9}
 
 
 class SleepingTrainer:
-    """A `Trainer` of one share; all times are the profile's over `scale`."""
+    """A `Trainer` of one rank; all times are the profile's over `scale`."""
 
     data_parallel_size = 1
 
@@ -92,7 +91,7 @@ class SleepingTrainer:
         """Compute log-probs."""
         del temperature, tag
         await asyncio.sleep(LOG_PROBS_S / UPDATES / self._scale)
-        return [[[np.full(len(one), -1.0, np.float32) for one in group] for group in share] for share in batches]
+        return [[[np.full(len(one), -1.0, np.float32) for one in group] for group in rank] for rank in batches]
 
     async def infer_reference(self, *_: object) -> Any:
         """No job here has a reference."""
@@ -210,7 +209,7 @@ def makespan(lengths: Iterable[int], slots: int) -> int:
 
 def bound_s(lengths: Iterable[int], slots: int, token_s: float, scale: float) -> tuple[float, float]:
     """Seconds that generation, and those that the trainer, needs at least for some samples of one step's work."""
-    return sum(lengths) * token_s / slots + SYNC_S / scale, (UPDATE_S + LOG_PROBS_S + SYNC_S) / scale
+    return sum(lengths) * token_s / slots, (UPDATE_S + LOG_PROBS_S + SYNC_S) / scale
 
 
 def draw_lengths(seed: int) -> list[int]:

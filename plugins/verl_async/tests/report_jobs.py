@@ -1,4 +1,4 @@
-"""Small jobs and runs for the tests of the report floor."""
+"""Small jobs and runs for the tests of the report layer."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def train_metrics(step: int) -> dict[str, float]:
 
 def evaluated(exact_match: float, reward: float) -> dict[str, float]:
     """What an evaluation on two sets reports."""
-    figures = {"sums/exact_match": exact_match, "sums/reward": reward, "sums/mean@4": exact_match}
-    figures |= {"sums/pass@2": 0.5, "sums/pass@4": 1.0, "chess/exact_match": 0.125}
-    return figures | {"seconds": 3.0, "wait_s": 0.75}
+    metrics = {"sums/exact_match": exact_match, "sums/reward": reward, "sums/mean@4": exact_match}
+    metrics |= {"sums/pass@2": 0.5, "sums/pass@4": 1.0, "chess/exact_match": 0.125}
+    return metrics | {"seconds": 3.0, "wait_s": 0.75}
 
 
 def train_record(num_steps: int, *, evaluations: bool = True) -> RunRecord:

@@ -21,7 +21,7 @@ from plugins.verl_async.tests.fakes import (
     train_job,
 )
 from verl_async.errors import RewardError
-from verl_async.orchestrator.async_training import group_figures
+from verl_async.orchestrator.async_training import group_metrics
 from verl_async.orchestrator.staleness import prompts_between_syncs
 from verl_engine.contract.errors import StuckError, TrainingDivergedError, WeightsError
 
@@ -104,16 +104,16 @@ def test_no_combination_loses_a_prompt_or_waits_for_ever(**drawn: Any) -> None:
     assert [len(groups) for groups in run.groups] == [per_step] * drawn["num_steps"]
     assert run.trainer.num_steps == drawn["require_batches"] * drawn["num_steps"]
     assert all(rollout.version == num_syncs for rollout in run.rollouts)
-    for step, (groups, figures) in enumerate(zip(run.groups, run.listener.steps, strict=True)):
+    for step, (groups, metrics) in enumerate(zip(run.groups, run.listener.steps, strict=True)):
         in_force = step // drawn["sync_step"]
         numbers = [group.draw.number for group in groups]
         assert numbers == sorted(numbers)
         assert max(group.newest_version for group in groups) <= in_force
         if drawn["threshold"] == 0:
             assert {group.oldest_version for group in groups} == {in_force}, "not the version in force"
-            assert figures["staleness_max"] == 0
+            assert metrics["staleness_max"] == 0
         if drawn["queue_size"]:
-            assert figures["queue_size"] <= drawn["queue_size"]
+            assert metrics["queue_size"] <= drawn["queue_size"]
 
 
 def test_recomputed_log_probs_are_of_the_last_weight_sync() -> None:
@@ -205,8 +205,8 @@ def test_figures_of_a_step_worked_by_hand() -> None:
 
 def test_figures_of_groups_worked_by_hand() -> None:
     groups = [make_group(0, (0.0, 1.0), (3, 3)), make_group(1, (2.0, 5.0), (1, 2)), make_group(2, (0.0, 0.0), (2, 3))]
-    figures = group_figures(groups, version=3)
-    assert figures == {
+    metrics = group_metrics(groups, version=3)
+    assert metrics == {
         "response_tokens": 2.0,
         "truncated_ratio": 0.0,
         "staleness_mean": 1.0,  # 0, 2 and 1 versions behind
@@ -218,8 +218,8 @@ def test_figures_of_groups_worked_by_hand() -> None:
 def test_a_step_in_which_every_group_was_left_out_is_reported_too() -> None:
     run = FakeRun(train_job(algorithm={"drop_uniform_groups": True}))
     asyncio.run(run.run())
-    assert [figures["step_applied"] for figures in run.listener.steps] == [0.0, 0.0]
-    assert [figures["tokens_per_s"] for figures in run.listener.steps] == [0.0, 0.0]
+    assert [metrics["step_applied"] for metrics in run.listener.steps] == [0.0, 0.0]
+    assert [metrics["tokens_per_s"] for metrics in run.listener.steps] == [0.0, 0.0]
     assert run.trainer.num_steps == 0
 
 
@@ -233,7 +233,7 @@ def test_groups_that_cannot_be_scored_are_counted_and_training_goes_on() -> None
     assert "warning: sample 0-1 failed: the sample leaves its group" in run.listener.statuses
     nothing = FakeRun(train_job(), texts=FakeTexts(lambda _: None))
     asyncio.run(nothing.run())
-    assert [figures["scoring/dropped_groups"] for figures in nothing.listener.steps] == [2.0, 2.0]
+    assert [metrics["scoring/dropped_groups"] for metrics in nothing.listener.steps] == [2.0, 2.0]
     assert nothing.trainer.num_steps == 0
 
 

@@ -70,8 +70,8 @@ async def begun(evaluation: Evaluation, step: int) -> bool:
 
 
 def test_figures_worked_by_hand() -> None:
-    figures = asyncio.run(evaluation_of([Unequal()]).run())
-    assert figures == {
+    metrics = asyncio.run(evaluation_of([Unequal()]).run())
+    assert metrics == {
         "sums/exact_match": 0.25,
         "sums/mean@1": 0.25,
         "sums/reward": (2 + 3 + 3 + 3) / 4,
@@ -83,10 +83,10 @@ def test_figures_worked_by_hand() -> None:
 def test_prompts_that_cannot_be_scored_are_left_out_and_counted() -> None:
     evaluation = evaluation_of([Unequal()], stop_at_exact_match=0.5)
     evaluation.sets[0].sampler.scorer.pool = FakePool(lambda text: None if text == "11 12" else 1.0)
-    figures = asyncio.run(evaluation.run())
+    metrics = asyncio.run(evaluation.run())
     names = ("sums/reward", "sums/exact_match", "sums/mean@1", "sums/response_tokens")
-    assert [figures[name] for name in names] == [1.0, 0.0, 0.0, 4.0]
-    assert figures["sums/scoring/dropped_samples"] == 1.0
+    assert [metrics[name] for name in names] == [1.0, 0.0, 0.0, 4.0]
+    assert metrics["sums/scoring/dropped_samples"] == 1.0
     evaluation.sets[0].sampler.scorer.pool = FakePool(lambda _: None)
     assert not asyncio.run(begun(evaluation, 0))
 
@@ -117,10 +117,10 @@ def test_several_sets_with_several_samples_each_have_metrics_of_their_own() -> N
     evaluation = evaluation_of(rollouts, num_prompts=3, num_samples=4, names=("sums", "more"), correct_reward=3)
     for one in evaluation.sets:
         one.sampler.scorer.data_sources = frozenset({"counting", "sums"})
-    figures = asyncio.run(evaluation.run())
+    metrics = asyncio.run(evaluation.run())
     for name in ("sums", "more"):
         assert {
-            key.partition("/")[2]: value for key, value in figures.items() if key.startswith(name)
+            key.partition("/")[2]: value for key, value in metrics.items() if key.startswith(name)
         } == pytest.approx(
             {"exact_match": 1 / 3, "reward": 8 / 3, "reward/length": 7.0, "response_tokens": 11 / 3}
             | {"mean@4": 2 / 3, "pass@2": 2 / 3, "pass@4": 2 / 3}
@@ -136,9 +136,9 @@ def test_data_sources_of_a_set_have_metrics_of_their_own() -> None:
     other = replace(first, prompt=replace(first.prompt, data_source="other"))
     evaluation.sets = [replace(evaluation.sets[0], prompts=[other, *others])]
     evaluation.sets[0].sampler.scorer.data_sources = frozenset({"counting", "other"})
-    figures = asyncio.run(evaluation.run())
-    assert figures["sums/data_source/other/pass@2"] == 1.0
-    assert figures["sums/data_source/counting/pass@2"] == 0.0
+    metrics = asyncio.run(evaluation.run())
+    assert metrics["sums/data_source/other/pass@2"] == 1.0
+    assert metrics["sums/data_source/counting/pass@2"] == 0.0
 
 
 def asked_of(rollout: FakeRollout) -> list[list[int]]:
@@ -163,8 +163,8 @@ def test_in_deterministic_mode_batches_are_as_large_as_in_training() -> None:
 
 
 def test_more_workers_than_prompts() -> None:
-    figures = asyncio.run(evaluation_of([FakeRollout(0), FakeRollout(1), FakeRollout(2)], num_prompts=1).run())
-    assert figures["sums/exact_match"] == 1.0
+    metrics = asyncio.run(evaluation_of([FakeRollout(0), FakeRollout(1), FakeRollout(2)], num_prompts=1).run())
+    assert metrics["sums/exact_match"] == 1.0
 
 
 def test_every_evaluation_draws_from_the_same_streams() -> None:
@@ -189,8 +189,8 @@ def test_the_listener_is_told_and_the_aim_compared(aim: float | None, reached: b
     assert asyncio.run(begun(evaluation, 10)) is reached
     listener = evaluation.listener
     assert isinstance(listener, FakeListener)
-    [(step, figures)] = listener.evaluations
-    assert (step, figures["sums/exact_match"]) == (10, 0.25)
+    [(step, metrics)] = listener.evaluations
+    assert (step, metrics["sums/exact_match"]) == (10, 0.25)
     assert listener.statuses == ["evaluating on 4 prompts", "training"]
     assert {"trainer", "evaluation"} <= {span.who for span in evaluation.timeline.spans}
 

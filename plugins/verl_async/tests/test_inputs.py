@@ -14,7 +14,7 @@ from plugins.verl_async.tests.job_files import write_lines, write_prompts
 from verl_async.config import SftJob
 from verl_async.data.order import Mix
 from verl_async.errors import DataError
-from verl_async.model_folder import remark_on_vocabulary
+from verl_async.model_folder import warning_on_vocabulary
 from verl_async.orchestrator.inputs import (
     ModelTexts,
     read_evaluation_prompts,
@@ -137,10 +137,10 @@ def test_tokens_that_the_model_does_not_have(tmp_path: Path, model: Path) -> Non
         read_training_prompts(job, texts, print)
     with pytest.raises(DataError, match=r"evaluation\.sets\.sums\.prompts, row 0: token 15"):
         read_evaluation_prompts(job, texts, 16, print)
-    (remark,) = remark_on_vocabulary(model)
-    assert "the tokenizer has token ids up to 15, and the model's vocab_size is 15" in remark
+    (warning,) = warning_on_vocabulary(model)
+    assert "the tokenizer has token ids up to 15, and the model's vocab_size is 15" in warning
     (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    assert remark_on_vocabulary(model) == []
+    assert warning_on_vocabulary(model) == []
 
 
 @pytest.mark.parametrize("content", [[], {}, "no tokenizer"])

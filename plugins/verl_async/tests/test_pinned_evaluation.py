@@ -102,13 +102,13 @@ class SlowPool(FakePool):
 def groups(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[ScoredGroup]]:
     """What each evaluation was of."""
     found: list[Sequence[ScoredGroup]] = []
-    figures = EvaluationSet.figures
+    metrics = EvaluationSet.metrics
 
     def noting(one: EvaluationSet, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         found.append(groups)
-        return figures(one, groups)
+        return metrics(one, groups)
 
-    monkeypatch.setattr(EvaluationSet, "figures", noting)
+    monkeypatch.setattr(EvaluationSet, "metrics", noting)
     return found
 
 
@@ -164,12 +164,12 @@ def test_training_goes_on_beside_and_the_wait_for_the_weights_is_measured() -> N
     assert {"training sample", "held-out sample"} <= set(during)
     waits = [span for span in run.timeline.spans if span.what == "wait for evaluation"]
     assert {span.who for span in waits} == {"trainer"}
-    evaluated = [figures for _, figures in run.listener.evaluations]
+    evaluated = [metrics for _, metrics in run.listener.evaluations]
     waited_s = sum(span.end_s - span.start_s for span in waits)
     assert (
-        0.5 * waited_s < sum(figures["wait_s"] for figures in evaluated) <= waited_s
+        0.5 * waited_s < sum(metrics["wait_s"] for metrics in evaluated) <= waited_s
     )  # told before the last wait ends
-    assert all(0 < figures["wait_s"] <= figures["seconds"] for figures in evaluated)
+    assert all(0 < metrics["wait_s"] <= metrics["seconds"] for metrics in evaluated)
     assert "evaluation" in {span.who for span in run.timeline.spans if span.what == "evaluate"}
 
 
@@ -182,7 +182,7 @@ def test_on_policy_the_world_stops() -> None:
         begin = max(place for place in range(end) if events[place] == "begin")
         assert set(events[begin + 1 : end]) == {"held-out sample"}
         assert f"step {step + 1}" not in events[:end]
-    assert all(0 < figures["wait_s"] <= figures["seconds"] for _, figures in run.listener.evaluations)
+    assert all(0 < metrics["wait_s"] <= metrics["seconds"] for _, metrics in run.listener.evaluations)
 
 
 def test_in_deterministic_mode_training_has_the_same_batches_with_and_without_evaluation() -> None:
@@ -211,7 +211,7 @@ def test_the_next_evaluation_waits_for_the_one_before() -> None:
     asyncio.run(finish(run, SlowPool(lambda _: 1.0)))
     told = [event for event in events_of(run) if event.startswith(("begin", "evaluation"))]
     assert told == [event for step in range(7) for event in ("begin", f"evaluation {step}")]
-    assert all(figures["wait_s"] > 0 for _, figures in run.listener.evaluations)
+    assert all(metrics["wait_s"] > 0 for _, metrics in run.listener.evaluations)
 
 
 @pytest.mark.parametrize("threshold", [0.0, 1.0])

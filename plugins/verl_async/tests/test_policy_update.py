@@ -42,7 +42,7 @@ def num_sequences(batches: RankBatches) -> list[list[int]]:
 
 def test_each_mini_batch_makes_one_optimizer_step() -> None:
     trainer = FakeTrainer(data_parallel_size=2)
-    figures = run(update_of(trainer), (0.0, 1.0), (0.0, 2.0), (0.0, 3.0), (0.0, 4.0))
+    metrics = run(update_of(trainer), (0.0, 1.0), (0.0, 2.0), (0.0, 3.0), (0.0, 4.0))
     assert trainer.num_steps == 2
     # Four sequences of four tokens over two ranks: eight tokens a rank, which is the budget of a micro-batch.
     assert [num_sequences(batches) for batches in trainer.batches] == [[[2], [2]], [[2], [2]]]
@@ -50,7 +50,7 @@ def test_each_mini_batch_makes_one_optimizer_step() -> None:
     assert trainer.normalizers == ["tokens"] * 2
     assert set(trainer.batches[0][0][0][0].fields) == {"advantages", "old_log_probs", "rollout_log_probs"}
     assert trainer.temperatures == [0.7, 0.7]
-    assert figures == {
+    assert metrics == {
         "ratio": 2.5,  # mean of 2 and 3
         "loss": 1.5,
         "grad_norm": 0.5,
@@ -62,10 +62,10 @@ def test_each_mini_batch_makes_one_optimizer_step() -> None:
 
 def test_a_mini_batch_whose_groups_are_all_left_out_makes_no_step() -> None:
     trainer = FakeTrainer()
-    figures = run(update_of(trainer), (1.0, 1.0), (0.0, 0.0), (0.0, 1.0), (2.0, 2.0))
+    metrics = run(update_of(trainer), (1.0, 1.0), (0.0, 0.0), (0.0, 1.0), (2.0, 2.0))
     assert trainer.num_steps == 1
-    assert figures["trained_tokens"] == 8.0
-    assert figures["loss"] == 1.0
+    assert metrics["trained_tokens"] == 8.0
+    assert metrics["loss"] == 1.0
 
 
 def test_a_step_without_any_gradient_says_so() -> None:

@@ -79,9 +79,9 @@ def test_fewer_rows_than_a_step_takes_are_a_remark(check: Check, tmp_path: Path)
 
 
 def test_a_schedule_that_ends_before_the_job_is_a_remark(check: Check) -> None:
-    (remark,) = check("engine.lr_schedule=cosine", "engine.total_steps=2", "engine.min_lr_ratio=0.5")
-    assert remark.startswith("engine.total_steps=2 is below the 3 optimizer steps of the job")
-    assert "stays at 5e-05; set engine.total_steps=null" in remark
+    (warning,) = check("engine.lr_schedule=cosine", "engine.total_steps=2", "engine.min_lr_ratio=0.5")
+    assert warning.startswith("engine.total_steps=2 is below the 3 optimizer steps of the job")
+    assert "stays at 5e-05; set engine.total_steps=null" in warning
     for fitting in ("engine.total_steps=3", "engine.total_steps=null", "engine.total_steps=9"):
         assert check("engine.lr_schedule=cosine", fitting) == []
     assert check("engine.total_steps=2") == []
@@ -130,8 +130,8 @@ def test_full_shared_memory_is_refused(check: Check, monkeypatch: pytest.MonkeyP
 
 def test_shared_memory_for_the_buckets_alone_is_a_remark(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "free_shared_memory", lambda: 112)
-    (remark,) = check()
-    assert "Ray keeps it in /tmp" in remark
+    (warning,) = check()
+    assert "Ray keeps it in /tmp" in warning
     _refused(check, ConfigError, "ray.object_store_bytes=20000000000")
     assert check("ray.address=10.0.0.1:6379") == []
 
@@ -154,8 +154,8 @@ def test_each_of_several_files_is_checked(check: Check, tmp_path: Path) -> None:
     assert message.startswith(f"data.prompts[1]={extra}, line 1: no column 'reward_model'")
     write_prompts(extra, 2)
     assert check(files, "trainer.mini_batch_size=6") == []
-    (remark,) = check(files, "trainer.mini_batch_size=7")
-    assert remark.startswith("data.prompts holds 6 prompts, fewer than the 7 of one training step")
+    (warning,) = check(files, "trainer.mini_batch_size=7")
+    assert warning.startswith("data.prompts holds 6 prompts, fewer than the 7 of one training step")
 
 
 def test_arguments_for_a_chat_template_need_a_chat(check: Check, tmp_path: Path) -> None:
@@ -206,14 +206,14 @@ def test_a_reward_function_is_tried_on_each_data_source(check: Check, tmp_path: 
 
 def test_what_fails_before_the_start_is_a_remark_where_it_does_not_stop_the_job(check: Check, tmp_path: Path) -> None:
     (tmp_path / "none.py").write_text("def score(**_): pass\n")
-    (remark,) = check("reward.function=none:score", "reward.on_error=drop")
-    assert "sample 0 of sums, tried before the start (prompt row 0) gave null" in remark
+    (warning,) = check("reward.function=none:score", "reward.on_error=drop")
+    assert "sample 0 of sums, tried before the start (prompt row 0) gave null" in warning
 
 
 def test_each_data_source_needs_a_reward_and_the_other_way_round(check: Check) -> None:
     assert check("reward.functions=[{data_sources: [sums]}]") == []
-    (remark,) = check("reward.functions=[{}, {name: more, data_sources: [sums, products]}]")
-    assert remark == "reward.functions[1].data_sources: no prompt has the data_source 'products'"
+    (warning,) = check("reward.functions=[{}, {name: more, data_sources: [sums, products]}]")
+    assert warning == "reward.functions[1].data_sources: no prompt has the data_source 'products'"
     message = _refused(check, ConfigError, "reward.functions=[{data_sources: [products]}]")
     assert message.startswith("reward.functions: none scores prompts of data_source 'sums'; add it to the data_sources")
 
@@ -308,18 +308,18 @@ def test_pickled_weights_are_taken(tmp_path: Path) -> None:
 def test_a_column_that_nothing_reads_is_a_remark(check: Check, tmp_path: Path) -> None:
     row = {"data_source": "sums", "prompt": "1+1=", "reward_model": {"ground_truth": "2"}, "ability": "math"}
     write_lines(tmp_path / "prompts.jsonl", [row, row, row | {"tools": [], "level": 3}, row])
-    (remark,) = check()
-    assert remark == f"data.prompts={tmp_path / 'prompts.jsonl'}: nothing reads the columns 'level', 'tools'"
+    (warning,) = check()
+    assert warning == f"data.prompts={tmp_path / 'prompts.jsonl'}: nothing reads the columns 'level', 'tools'"
     recipe = write_recipe(tmp_path / "sft.yaml", sft_settings(tmp_path / "sft"))
     write_lines(tmp_path / "sft" / "examples.jsonl", [{"prompt": "1+1=", "response": "2", "weight": 0.5}] * 4)
-    (remark,) = check_sft_job(load_sft_job(recipe), None)
-    assert remark.endswith("nothing reads the columns 'weight'")
+    (warning,) = check_sft_job(load_sft_job(recipe), None)
+    assert warning.endswith("nothing reads the columns 'weight'")
 
 
 @pytest.mark.fault(28)
 def test_fewer_held_out_prompts_than_asked_for_are_a_remark(check: Check) -> None:
-    (remark,) = check("evaluation.sets.sums.num_prompts=30")
-    assert remark.endswith("holds 4 prompts, fewer than evaluation.sets.sums.num_prompts=30")
+    (warning,) = check("evaluation.sets.sums.num_prompts=30")
+    assert warning.endswith("holds 4 prompts, fewer than evaluation.sets.sums.num_prompts=30")
     assert check("evaluation.sets.sums.num_prompts=4") == []
 
 

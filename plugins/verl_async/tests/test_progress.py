@@ -102,7 +102,7 @@ def test_an_sft_job_shows_no_rollout_figures() -> None:
 def test_a_skipped_step_is_marked() -> None:
     state = ProgressState()
     state.take_step(1, 4, {"grad_norm": float("nan"), "step_applied": 0.0})
-    assert dict(state.figures())["grad norm"] == "nan (step skipped)"
+    assert dict(state.shown())["grad norm"] == "nan (step skipped)"
 
 
 def test_a_terminal_gets_the_panel_and_its_cursor_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The report: well-formed, self-contained, with the right figures, for any length of run."""
+"""The report: well-formed, self-contained, with the right metrics, for any length of run."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_samples_without_a_reward_leave_their_group_and_are_named() -> None:
     assert said == ["warning: sample 4-0 failed: the sample leaves its group"]
     lost = score(scorer, WRONG, RIGHT)
     assert (lost.num_dropped, lost.is_dropped) == (1, True)
-    assert scorer.figures([group, lost]) == {
+    assert scorer.metrics([group, lost]) == {
         "reward": 1.0,
         "exact_match": 1.0,
         "reward/length": 5.0,
@@ -109,7 +109,7 @@ def test_of_very_many_failures_the_first_are_named_and_all_are_counted() -> None
     group = score(scorer, *[WRONG] * 150)
     assert len(said) == 21
     assert said[-1].endswith("further ones are only counted, in scoring/errors")
-    assert scorer.figures([group])["scoring/errors"] == 150.0
+    assert scorer.metrics([group])["scoring/errors"] == 150.0
 
 
 def test_advantages_are_relative_to_the_samples_that_are_left() -> None:
@@ -122,8 +122,8 @@ def test_advantages_are_relative_to_the_samples_that_are_left() -> None:
 def test_figures_of_each_data_source_where_there_are_several() -> None:
     scorer = make_scorer(lambda text: float(len(text)), data_sources=frozenset({"counting", "chess"}))
     other = Draw(5, EncodedPrompt(Prompt(1, "chess", "", "11", {}), (10,)))
-    figures = scorer.figures([score(scorer, RIGHT, WRONG), score(scorer, WRONG, draw=other)])
-    assert figures == {
+    metrics = scorer.metrics([score(scorer, RIGHT, WRONG), score(scorer, WRONG, draw=other)])
+    assert metrics == {
         "reward": 3.0,
         "exact_match": pytest.approx(2 / 3),
         "reward/length": 3.0,
@@ -134,9 +134,9 @@ def test_figures_of_each_data_source_where_there_are_several() -> None:
         "data_source/chess/exact_match": 1.0,
         "data_source/chess/reward/length": 2.0,
     }
-    assert "data_source/counting/reward" in scorer.figures([score(scorer, RIGHT)])
+    assert "data_source/counting/reward" in scorer.metrics([score(scorer, RIGHT)])
 
 
 def test_a_metric_that_is_not_finite_is_said_to_be_so() -> None:
     scorer = make_scorer(lambda text: math.inf if text == "11" else -math.inf)
-    assert math.isnan(scorer.figures([score(scorer, RIGHT, WRONG)])["reward"])
+    assert math.isnan(scorer.metrics([score(scorer, RIGHT, WRONG)])["reward"])

@@ -1,4 +1,4 @@
-"""The summary's figures, worked out by hand."""
+"""The summary's metrics, worked out by hand."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def check_shared_memory(job: TrainJob | SftJob, sizes: WeightSizes, *, syncs_wei
         sizes: of its model.
         syncs_weights: whether weights are sent to rollout workers.
     Returns:
-        A remark where Ray's object store will be slow.
+        A warning where Ray's object store will be slow.
     Raises:
         ConfigError: there is too little room; says how many bytes are free, how many are needed, and for what.
     """
@@ -92,11 +92,11 @@ def check_shared_memory(job: TrainJob | SftJob, sizes: WeightSizes, *, syncs_wei
             "lower these settings, delete what earlier jobs left there, or give it more room "
             f"(docker run --shm-size={size}g, or mount -o remount,size={size}G {SHM_FOLDER})"
         )
-    remark = (
+    warning = (
         f"{SHM_FOLDER} has {free / _MIB:.0f} MiB free, too little for Ray's object store of {store / _MIB:.0f} MiB "
         "(ray.object_store_bytes): Ray keeps it in /tmp, which is slower"
     )
-    return [remark]
+    return [warning]
 
 
 def _bucket_bytes(job: TrainJob | SftJob, sizes: WeightSizes) -> int:

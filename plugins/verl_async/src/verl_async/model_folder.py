@@ -69,7 +69,7 @@ def check_model_folder(folder: Path, where: str = "model.path") -> WeightSizes:
     return _weight_sizes(_weight_files(folder, at), at)
 
 
-def remark_on_vocabulary(folder: Path) -> list[str]:
+def warning_on_vocabulary(folder: Path) -> list[str]:
     """Say that the tokenizer knows more tokens than the model, where both files say how many.
 
     Such tokens may never occur, so it is no error here: prompts are compared when they are tokenized.
@@ -89,11 +89,11 @@ def remark_on_vocabulary(folder: Path) -> list[str]:
         return []  # a kind of tokenizer that says it elsewhere
     if largest < size:
         return []
-    remark = (
+    warning = (
         f"model.path={folder}: the tokenizer has token ids up to {largest}, and the model's vocab_size is {size}; a "
         "prompt with a token beyond that ends the job before it trains"
     )
-    return [remark]
+    return [warning]
 
 
 def _hint(folder: Path) -> str:

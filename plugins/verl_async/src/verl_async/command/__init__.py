@@ -1,1 +1,1 @@
-"""Floor 5: the subcommands of ``verl-engine``. Importing one is cheap; what it needs is imported when it runs."""
+"""Layer 5: the subcommands of ``verl-engine``. Importing one is cheap; what it needs is imported when it runs."""

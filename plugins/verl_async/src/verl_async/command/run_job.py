@@ -43,7 +43,7 @@ class JobKind(Generic[JobT]):
     """The command's."""
     load: Callable[[Path, Sequence[str]], JobT]
     check: Callable[[JobT, Path | None, bool], list[str]]
-    """Job, output folder, whether to overwrite; returns remarks."""
+    """Job, output folder, whether to overwrite; returns warnings."""
     import_runner: Callable[[], Runner[JobT]]
     """Imports torch, transformers and ray; only called when the job really runs."""
 
@@ -76,8 +76,8 @@ def _run_job(kind: JobKind[JobT], request: JobRequest) -> None:
     job = kind.load(request.recipe, request.overrides)
     if request.output is None and not request.dry_run:
         raise ConfigError("--output is missing; name a new folder for the results, such as --output outputs/first")
-    for remark in kind.check(job, request.output, request.overwrite):
-        warn(remark)
+    for warning in kind.check(job, request.output, request.overwrite):
+        warn(warning)
     if request.dry_run or request.output is None:
         _show(job)
     else:

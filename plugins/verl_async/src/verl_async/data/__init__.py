@@ -1,1 +1,1 @@
-"""Floor 1: prompts, examples, their order, their tokens, and rewards."""
+"""Layer 1: prompts, examples, their order, their tokens, and rewards."""

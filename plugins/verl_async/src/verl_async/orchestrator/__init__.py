@@ -1,1 +1,1 @@
-"""Floor 3: the queue, staleness, weight sync and the two loops, in plain asyncio."""
+"""Layer 3: the queue, staleness, weight sync and the two loops, in plain asyncio."""

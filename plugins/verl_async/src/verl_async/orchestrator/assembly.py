@@ -49,7 +49,7 @@ class Actors:
 
 @dataclass(frozen=True, slots=True)
 class Watchers:
-    """Who looks on."""
+    """Who observes."""
 
     listener: JobListener
     timeline: Timeline

@@ -74,11 +74,11 @@ class AsyncTraining:
             version = self.weights.version
             with self.timeline.span("trainer", "train"):
                 since_sync = (step - 1) % config.trigger_parameter_sync_step
-                figures = {"queue_size": float(num_waiting), **await self.update.run(groups, since_sync)}
+                metrics = {"queue_size": float(num_waiting), **await self.update.run(groups, since_sync)}
             syncs = step % config.trigger_parameter_sync_step == 0 or step == num_steps
             if syncs:
                 await self._sync()
-            self._report(step, groups, version, figures, time.monotonic() - started)
+            self._report(step, groups, version, metrics, time.monotonic() - started)
             if syncs and await self._go_on(step, evaluations):
                 return
 
@@ -110,18 +110,18 @@ class AsyncTraining:
         return False
 
     def _report(
-        self, step: int, groups: list[ScoredGroup], version: int, figures: dict[str, float], seconds: float
+        self, step: int, groups: list[ScoredGroup], version: int, metrics: dict[str, float], seconds: float
     ) -> None:
         kept = [group for group in groups if not group.is_dropped]
         self._stale_samples += sum(group.oldest_version < version for group in kept)
         self._partial_samples += sum(group.is_partial for group in kept)
-        tokens = figures.pop("trained_tokens")
+        tokens = metrics.pop("trained_tokens")
         self.listener.on_step(
             step,
             self.job.trainer.steps,
-            figures
-            | self.scorer.figures(groups)
-            | group_figures(kept, version)
+            metrics
+            | self.scorer.metrics(groups)
+            | group_metrics(kept, version)
             | {
                 "tokens_per_s": tokens / seconds,
                 "seconds": seconds,
@@ -134,7 +134,7 @@ class AsyncTraining:
         )
 
 
-def group_figures(groups: Sequence[ScoredGroup], version: int) -> dict[str, float]:
+def group_metrics(groups: Sequence[ScoredGroup], version: int) -> dict[str, float]:
     """Summarize what was sampled.
 
     Args:

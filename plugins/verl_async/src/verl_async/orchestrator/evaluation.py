@@ -44,20 +44,20 @@ class EvaluationSet:
         """Samples of one evaluation."""
         return len(self.prompts) * self.config.num_samples
 
-    def figures(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    def metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Return metrics by names that begin with the set's.
 
         Returns:
-            ``response_tokens``, and what `Scorer.figures` says of the samples that could be scored and of `solved`.
+            ``response_tokens``, and what `Scorer.metrics` says of the samples that could be scored and of `solved`.
         """
         config = self.config
         more = partial(solved, num_samples=config.num_samples, correct_reward=config.correct_reward)
-        figures = self.sampler.scorer.figures(groups, more)
+        metrics = self.sampler.scorer.metrics(groups, more)
         if lengths := [sum(one.in_loss) for group in groups for one in group.trajectories]:
-            figures["response_tokens"] = fmean(lengths)
+            metrics["response_tokens"] = fmean(lengths)
         if len({encoded.prompt.data_source for encoded in self.prompts}) == 1:  # the same metrics once more
-            figures = {name: value for name, value in figures.items() if not name.startswith("data_source/")}
-        return {f"{self.name}/{name}": value for name, value in figures.items()}
+            metrics = {name: value for name, value in metrics.items() if not name.startswith("data_source/")}
+        return {f"{self.name}/{name}": value for name, value in metrics.items()}
 
 
 @dataclass(slots=True)
@@ -146,19 +146,19 @@ class Evaluation:
     async def _run(self) -> None:
         self.listener.on_status(f"evaluating on {sum(len(one.prompts) for one in self.sets)} prompts")
         with self.timeline.span("evaluation", "evaluate"):
-            figures = await self.run()
+            metrics = await self.run()
         aims = {one.name: aim for one in self.sets if (aim := one.config.stop_at_exact_match) is not None}
         self.has_reached_aim = bool(aims) and all(
-            figures.get(f"{name}/exact_match", 0.0) >= aim for name, aim in aims.items()
+            metrics.get(f"{name}/exact_match", 0.0) >= aim for name, aim in aims.items()
         )
         times = {"wait_s": self._wait_s, "seconds": self.timeline.now_s - self._start_s}
-        self.listener.on_evaluation(self._step, figures | times)
+        self.listener.on_evaluation(self._step, metrics | times)
         self.listener.on_status("training")
         self._generated.set()
         self._ended.set()
 
     async def run(self) -> dict[str, float]:
-        """Answer and score all prompts; returns `EvaluationSet.figures` of all sets."""
+        """Answer and score all prompts; returns `EvaluationSet.metrics` of all sets."""
         asked = [(one, Draw(number, encoded)) for one in self.sets for number, encoded in enumerate(one.prompts)]
         shares = [asked[place :: len(self.workers)] for place in range(len(self.workers))]
         answer = self._answer_sealed if self.rollout.deterministic else self._answer
@@ -166,7 +166,7 @@ class Evaluation:
         groups: dict[str, list[ScoredGroup]] = {one.name: [] for one in self.sets}
         for (one, _), group in zip(chain.from_iterable(shares), chain.from_iterable(answered), strict=True):
             groups[one.name].append(group)
-        return {name: value for one in self.sets for name, value in one.figures(groups[one.name]).items()}
+        return {name: value for one in self.sets for name, value in one.metrics(groups[one.name]).items()}
 
     @property
     def _room(self) -> int:

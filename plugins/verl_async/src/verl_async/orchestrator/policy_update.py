@@ -69,7 +69,7 @@ class PolicyUpdate:
         ]
         reports = [await self._train(sequences) for sequences, _ in mini_batches if sequences]
         kl = [value for _, values in mini_batches for value in values]
-        return _mean_figures(reports) | ({"reward_kl": fmean(kl)} if kl else {})
+        return _mean_metrics(reports) | ({"reward_kl": fmean(kl)} if kl else {})
 
     async def _prepared(self, groups: list[ScoredGroup], tag: str | None) -> tuple[list[Sequence], list[float]]:
         """Return what a mini-batch trains on, and the KL of each sequence where it is in the reward."""
@@ -129,12 +129,12 @@ class PolicyUpdate:
         return with_column(sequences, name, plan.restore(results))
 
 
-def _mean_figures(reports: list[StepReport]) -> dict[str, float]:
+def _mean_metrics(reports: list[StepReport]) -> dict[str, float]:
     """Average what the optimizer steps of one training step reported."""
     if not reports:
         return {"step_applied": 0.0, "trained_tokens": 0.0}
-    figures = {name: fmean(report.metrics[name] for report in reports) for name in reports[0].metrics}
-    return figures | {
+    metrics = {name: fmean(report.metrics[name] for report in reports) for name in reports[0].metrics}
+    return metrics | {
         "loss": fmean(report.loss for report in reports),
         "grad_norm": fmean(report.optimizer.grad_norm for report in reports),
         "learning_rate": reports[-1].optimizer.learning_rate,

@@ -96,7 +96,7 @@ class Scorer:
             self.timeline.record(Span("scoring", "score", self._since_s, now_s))
             self._since_s = now_s
 
-    def figures(
+    def metrics(
         self, groups: Iterable[ScoredGroup], more: Callable[[ScoredGroup], Iterable[tuple[str, float]]] = lambda _: ()
     ) -> dict[str, float]:
         """Average what the reward functions say of some groups, and count what failed.
@@ -113,16 +113,16 @@ class Scorer:
         groups = list(groups)
         values: defaultdict[str, list[float]] = defaultdict(list)
         for group in groups:
-            for name, value in chain(_figures(group), more(group)):
+            for name, value in chain(_metrics_of(group), more(group)):
                 values[name].append(value)
                 if len(self.data_sources) > 1:
                     values[f"data_source/{group.draw.encoded.prompt.data_source}/{name}"].append(value)
-        figures = {name: _mean(numbers) for name, numbers in values.items()}
+        metrics = {name: _mean(numbers) for name, numbers in values.items()}
         if self._num_errors:
-            figures["scoring/errors"] = float(sum(group.num_errors for group in groups))
-            figures["scoring/dropped_samples"] = float(sum(group.num_dropped for group in groups))
-            figures["scoring/dropped_groups"] = float(sum(group.is_dropped for group in groups))
-        return figures
+            metrics["scoring/errors"] = float(sum(group.num_errors for group in groups))
+            metrics["scoring/dropped_samples"] = float(sum(group.num_dropped for group in groups))
+            metrics["scoring/dropped_groups"] = float(sum(group.is_dropped for group in groups))
+        return metrics
 
 
 def finished_group(draw: Draw, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> ScoredGroup:
@@ -143,7 +143,7 @@ def _mean(values: list[float]) -> float:
     return fmean(values) if all(map(math.isfinite, values)) else math.nan
 
 
-def _figures(group: ScoredGroup) -> Iterator[tuple[str, float]]:
+def _metrics_of(group: ScoredGroup) -> Iterator[tuple[str, float]]:
     for reward, exact, metrics in zip(group.rewards, group.exact, group.metrics, strict=True):
         yield "reward", reward
         yield "exact_match", float(exact)

@@ -1,1 +1,1 @@
-"""Floor 4: actors around trainer ranks and rollout engines. The only files that import ray."""
+"""Layer 4: actors around trainer ranks and rollout engines. The only files that import ray."""

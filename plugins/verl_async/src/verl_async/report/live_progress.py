@@ -64,7 +64,7 @@ class LiveProgress:
         """Draw the panel; called by rich for every frame."""
         del console
         width = max(options.max_width - _BORDER_WIDTH, 10)
-        parts: list[RenderableType] = [self._bar(), *self._figures(width), *self._trend(width)]
+        parts: list[RenderableType] = [self._bar(), *self._metrics(width), *self._trend(width)]
         if self._state.evaluation:
             parts.append(Text.assemble(("evaluation  ", "dim"), (self._state.evaluation_text(), "bold")))
         if self._state.status:
@@ -86,9 +86,9 @@ class LiveProgress:
         )
         return row
 
-    def _figures(self, width: int) -> list[RenderableType]:
+    def _metrics(self, width: int) -> list[RenderableType]:
         """Label and value pairs, two beside each other where there is room."""
-        pairs = list(self._state.figures())
+        pairs = list(self._state.shown())
         columns = 2 if width >= _TWO_COLUMNS_WIDTH else 1
         grid = Table.grid(padding=(0, 2))
         for _ in range(columns):

@@ -110,9 +110,9 @@ def rewrite_metrics(folder: OutputFolder, record: RunRecord) -> None:
 
 
 def _line(kind: str, step: int, time_s: float, metrics: Mapping[str, float]) -> str:
-    figures = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
+    finite = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
     head = {"kind": kind, "step": step, "time_s": round(time_s, 3)}
-    return json.dumps({**head, **figures}, allow_nan=False) + "\n"
+    return json.dumps({**head, **finite}, allow_nan=False) + "\n"
 
 
 def _grouped(name: str) -> str:

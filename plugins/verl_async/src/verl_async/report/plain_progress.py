@@ -34,7 +34,7 @@ class PlainProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Print the last step, if it was held back."""
+        """Print the last step, if it was not printed yet."""
         if self._state.step != self._printed_step:
             self._print_step()
 
@@ -63,9 +63,9 @@ class PlainProgress:
     def _print_step(self) -> None:
         state = self._state
         self._printed_step, self._printed_s = state.step, state.elapsed_s
-        figures = ", ".join(f"{label} {text}" for label, text in state.figures())
+        shown = ", ".join(f"{label} {text}" for label, text in state.shown())
         left = "" if state.left_s is None else f" ({duration(state.left_s)} left)"
-        self._print(f"step {state.step}/{state.num_steps}{left}: {figures}")
+        self._print(f"step {state.step}/{state.num_steps}{left}: {shown}")
 
     def _print(self, text: str) -> None:
         print(f"[{duration(self._state.elapsed_s)}] {text}", file=self._stream, flush=True)

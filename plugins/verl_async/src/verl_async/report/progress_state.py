@@ -64,7 +64,7 @@ class ProgressState:
         pace_s = (last_s - first_s) / (last - first)
         return max(0.0, (self.num_steps - last) * pace_s - (self.clock() - last_s))
 
-    def figures(self) -> Iterable[tuple[str, str]]:
+    def shown(self) -> Iterable[tuple[str, str]]:
         """Label and text of each metric that the job reports: an SFT job has no rollouts, so no staleness."""
         metrics = self.metrics
         for name, label in (("reward", "reward"), ("exact_match", "exact match")):

@@ -1,1 +1,1 @@
-"""Floor 2: rollout engines."""
+"""Layer 2: rollout engines."""

@@ -20,7 +20,7 @@ from tests.test_end_to_end_train import check_training
 from tests.test_router_replay import OTHERS, REFUSED, SELECTION, load
 from verl_async.orchestrator.batches import build_sequences
 from verl_async.orchestrator.sampler import Sampler
-from verl_async.orchestrator.samples import Draw
+from verl_async.orchestrator.samples import PromptInstance
 from verl_async.orchestrator.workflow import SingleTurn, Trajectory
 from verl_async.rollout.embedded import EmbeddedEngine
 from verl_async.rollout.embedded_plugin import EmbeddedConfig
@@ -91,7 +91,7 @@ def rolled_out(folder: Path, workflow: Workflow) -> list[Sequence]:
     try:
         sampler = Sampler(workflow, make_scorer(len), SamplingParams(24), 3, with_experts=True)
         lanes: Any = [EngineLane(engine)] * 4
-        group = asyncio.run(sampler.group(Draw(0, encoded_prompts(1)[0]), lanes))
+        group = asyncio.run(sampler.group(PromptInstance(0, encoded_prompts(1)[0]), lanes))
     finally:
         engine.close()
     return build_sequences([group], (), "rollout", with_experts=True)

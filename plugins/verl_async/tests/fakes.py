@@ -21,7 +21,7 @@ from verl_async.errors import RewardError
 from verl_async.orchestrator.actors import BucketDelivery
 from verl_async.orchestrator.assembly import Actors, Watchers, assemble_training
 from verl_async.orchestrator.batches import build_sequences, with_advantages
-from verl_async.orchestrator.samples import Draw, EncodedPrompt, ScoredGroup
+from verl_async.orchestrator.samples import EncodedPrompt, PromptInstance, ScoredGroup
 from verl_async.orchestrator.scoring import Scorer
 from verl_async.orchestrator.timeline import Timeline
 from verl_async.orchestrator.workflow import Trajectory
@@ -223,7 +223,7 @@ def make_group(
     trajectories = tuple(Trajectory((Generation([11, 12], [-1.0, -2.0], list(versions), "stop"),)) for _ in rewards)
     exact = tuple(reward > 0 for reward in rewards)
     metrics: tuple[dict[str, float], ...] = ({},) * len(rewards)
-    return ScoredGroup(Draw(number, encoded_prompts(1)[0]), trajectories, rewards, exact, metrics)
+    return ScoredGroup(PromptInstance(number, encoded_prompts(1)[0]), trajectories, rewards, exact, metrics)
 
 
 def learned(groups: list[ScoredGroup], **algorithm: Any) -> list[sequence.Sequence]:
@@ -298,6 +298,6 @@ class FakeRun:
         await asyncio.wait_for(self.assemble().run(), timeout_s)
 
     @property
-    def draws(self) -> list[int]:
+    def instances(self) -> list[int]:
         """Numbers of the draws that were trained on, in order."""
-        return [group.draw.number for groups in self.groups for group in groups]
+        return [group.instance.number for groups in self.groups for group in groups]

@@ -100,13 +100,13 @@ def test_no_combination_loses_a_prompt_or_waits_for_ever(**drawn: Any) -> None:
 
     asyncio.run(main())
     per_step = drawn["require_batches"] * drawn["size"]
-    assert sorted(run.draws) == list(range(per_step * drawn["num_steps"])), "each draw is trained on exactly once"
+    assert sorted(run.instances) == list(range(per_step * drawn["num_steps"])), "each draw is trained on exactly once"
     assert [len(groups) for groups in run.groups] == [per_step] * drawn["num_steps"]
     assert run.trainer.num_steps == drawn["require_batches"] * drawn["num_steps"]
     assert all(rollout.version == num_syncs for rollout in run.rollouts)
     for step, (groups, metrics) in enumerate(zip(run.groups, run.listener.steps, strict=True)):
         in_force = step // drawn["sync_step"]
-        numbers = [group.draw.number for group in groups]
+        numbers = [group.instance.number for group in groups]
         assert numbers == sorted(numbers)
         assert max(group.newest_version for group in groups) <= in_force
         if drawn["threshold"] == 0:
@@ -148,7 +148,7 @@ def test_partial_rollouts_go_on_with_the_tokens_they_have() -> None:
     assert partial, "no generation was interrupted"
     assert run.listener.steps[-1]["fully_async/partial/total_partial_num"] == len(partial)
     for group in (group for groups in run.groups for group in groups):
-        first = group.draw.encoded.token_ids[0] + 1
+        first = group.instance.encoded.token_ids[0] + 1
         for answer in group.trajectories:
             assert answer.token_ids == [*range(first, first + 7), STOP]
             assert answer.log_probs == [-1.0 - place for place in range(8)]

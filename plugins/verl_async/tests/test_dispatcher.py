@@ -78,7 +78,7 @@ def test_every_prompt_is_answered_n_times() -> None:
     groups = run(dispatcher, dispatcher.queue.take(3, 5.0))
     assert rows(client) == [[10], [10], [20], [20], [30], [30]]
     assert not any(client.sealed)
-    for row, group in enumerate(sorted(groups, key=lambda group: group.draw.number)):
+    for row, group in enumerate(sorted(groups, key=lambda group: group.instance.number)):
         assert [answer.token_ids for answer in group.trajectories] == [[10 * row + 11, 10 * row + 12, STOP]] * 2
         assert group.rewards == (5.0, 5.0)
         assert not group.is_partial
@@ -105,7 +105,7 @@ def test_samples_are_scored_and_groups_queued_while_another_is_still_generated()
         groups = await dispatcher.queue.take(2, 5.0)
         assert client.generating
         assert len(scored) == 5, "a sample waits for the rest of its group"
-        return [group.draw.number for group in groups]
+        return [group.instance.number for group in groups]
 
     assert sorted(run(dispatcher, first_two())) == [1, 2]
 
@@ -165,7 +165,7 @@ def test_in_deterministic_mode_requests_do_not_depend_on_the_order_of_arrival(se
         dispatcher = dispatcher_of(*clients, total=5, max_batch_prompts=2, deterministic=True)
         groups = run(dispatcher, dispatcher.queue.take(5, 5.0))
         calls = [[one.seeds for one in call] for client in clients for call in client.calls]
-        return calls, sorted(groups, key=lambda group: group.draw.number)
+        return calls, sorted(groups, key=lambda group: group.instance.number)
 
     assert of(Shuffled(0), Shuffled(1)) == of(FakeRollout(0), FakeRollout(1))
 

@@ -19,8 +19,8 @@ def test_groups_leave_in_the_order_in_which_they_came() -> None:
         for number in range(3):
             await queue.put(make_group(number), 1.0)
         assert len(queue) == 3
-        assert [group.draw.number for group in await queue.take(2, 1.0)] == [0, 1]
-        assert [group.draw.number for group in await queue.take(1, 1.0)] == [2]
+        assert [group.instance.number for group in await queue.take(2, 1.0)] == [0, 1]
+        assert [group.instance.number for group in await queue.take(1, 1.0)] == [2]
         assert len(queue) == 0
 
     asyncio.run(main())
@@ -33,7 +33,7 @@ def test_a_full_queue_makes_rollouts_wait() -> None:
         putting = asyncio.ensure_future(queue.put(make_group(1), 1.0))
         await asyncio.sleep(0.02)
         assert not putting.done()
-        assert [group.draw.number for group in await queue.take(1, 1.0)] == [0]
+        assert [group.instance.number for group in await queue.take(1, 1.0)] == [0]
         await putting
         assert len(queue) == 1
 
@@ -57,7 +57,7 @@ def test_nothing_is_lost_however_small_the_queue(size: int, shares: list[int], c
         taken: list[int] = []
         while len(taken) < sum(shares):
             part = await queue.take(min(count, sum(shares) - len(taken)), 1.0)
-            taken += [group.draw.number for group in part]
+            taken += [group.instance.number for group in part]
         await asyncio.gather(*putting)
         return taken
 
@@ -77,7 +77,7 @@ def test_time_outs_say_who_is_stuck() -> None:
         with pytest.raises(StuckError, match=r"has 1 of 2 groups: the rollout workers brought none within 0\.02 s"):
             await queue.take(2, 0.02)
         await queue.put(make_group(2), 0.02)  # the queue still works: its lock is free
-        assert [group.draw.number for group in await queue.take(1, 0.02)] == [2]
+        assert [group.instance.number for group in await queue.take(1, 0.02)] == [2]
 
     asyncio.run(main())
 
@@ -108,6 +108,6 @@ def test_a_cancelled_wait_leaves_the_queue_usable(waits_to: str) -> None:
         if waits_to == "put":
             await queue.take(1, 1.0)
         await queue.put(make_group(2), 1.0)
-        assert [group.draw.number for group in await queue.take(1, 1.0)] == [2]
+        assert [group.instance.number for group in await queue.take(1, 1.0)] == [2]
 
     asyncio.run(main())

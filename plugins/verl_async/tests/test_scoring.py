@@ -12,7 +12,7 @@ from plugins.verl_async.tests.fake_rollout import STOP
 from plugins.verl_async.tests.fakes import encoded_prompts, learned, make_scorer
 from verl_async.data.prompts import Prompt
 from verl_async.errors import RewardError
-from verl_async.orchestrator.samples import Draw, EncodedPrompt, ScoredGroup
+from verl_async.orchestrator.samples import EncodedPrompt, PromptInstance, ScoredGroup
 from verl_async.orchestrator.scoring import finished_group
 from verl_async.orchestrator.waiting import together
 from verl_async.orchestrator.workflow import Trajectory
@@ -23,24 +23,28 @@ if TYPE_CHECKING:
 
     from verl_async.orchestrator.scoring import Scorer
 
-DRAW = Draw(4, encoded_prompts(1)[0])
+INSTANCE = PromptInstance(4, encoded_prompts(1)[0])
 RIGHT = Generation([11, 12, STOP], [-1.0] * 3, [0] * 3, "stop")
 WRONG = Generation([11], [-1.0], [0], "length")
 
 
-async def score_group(scorer: Scorer, generations: Sequence[Generation], draw: Draw = DRAW) -> ScoredGroup:
+async def score_group(
+    scorer: Scorer, generations: Sequence[Generation], instance: PromptInstance = INSTANCE
+) -> ScoredGroup:
     whole = [Trajectory((one,)) for one in generations]
-    scores = await together(*(scorer.score(draw, draw.sample_id(place), one) for place, one in enumerate(whole)))
-    return finished_group(draw, whole, scores)
+    scores = await together(
+        *(scorer.score(instance, instance.sample_id(place), one) for place, one in enumerate(whole))
+    )
+    return finished_group(instance, whole, scores)
 
 
-def score(scorer: Scorer, *generations: Generation, draw: Draw = DRAW) -> ScoredGroup:
-    return asyncio.run(score_group(scorer, generations, draw))
+def score(scorer: Scorer, *generations: Generation, instance: PromptInstance = INSTANCE) -> ScoredGroup:
+    return asyncio.run(score_group(scorer, generations, instance))
 
 
 def test_each_sample_gets_its_reward_and_whether_it_is_exact() -> None:
     group = score(make_scorer(lambda text: 0.5 * len(text)), RIGHT, WRONG)
-    assert group.draw is DRAW
+    assert group.instance is INSTANCE
     assert group.trajectories == (Trajectory((RIGHT,)), Trajectory((WRONG,)))
     assert group.rewards == (2.5, 1.0)  # "11 12" without the closing token, and "11"
     assert group.exact == (True, False)
@@ -121,8 +125,8 @@ def test_advantages_are_relative_to_the_samples_that_are_left() -> None:
 
 def test_figures_of_each_data_source_where_there_are_several() -> None:
     scorer = make_scorer(lambda text: float(len(text)), data_sources=frozenset({"counting", "chess"}))
-    other = Draw(5, EncodedPrompt(Prompt(1, "chess", "", "11", {}), (10,)))
-    metrics = scorer.metrics([score(scorer, RIGHT, WRONG), score(scorer, WRONG, draw=other)])
+    other = PromptInstance(5, EncodedPrompt(Prompt(1, "chess", "", "11", {}), (10,)))
+    metrics = scorer.metrics([score(scorer, RIGHT, WRONG), score(scorer, WRONG, instance=other)])
     assert metrics == {
         "reward": 3.0,
         "exact_match": pytest.approx(2 / 3),

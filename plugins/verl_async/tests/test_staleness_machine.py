@@ -120,7 +120,7 @@ class Schedules(RuleBasedStateMachine):
     @rule()
     def train_on_a_group(self) -> None:
         [group] = self.loop.run_until_complete(self.queue.take(1, 1.0))
-        self.taken.append(group.draw.number)
+        self.taken.append(group.instance.number)
         self.stale_since_sync += group.oldest_version < self.version
         self.settle()
         if len(self.taken) % self.per_step == 0:

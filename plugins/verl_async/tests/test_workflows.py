@@ -14,7 +14,7 @@ from verl_async.errors import WorkflowError
 from verl_async.orchestrator.batches import build_sequences
 from verl_async.orchestrator.routed_experts import experts_of_trajectory
 from verl_async.orchestrator.sampler import Sampler
-from verl_async.orchestrator.samples import Draw
+from verl_async.orchestrator.samples import PromptInstance
 from verl_async.orchestrator.workflow import SingleTurn, Trajectory, load_workflow
 from verl_async.rollout.interface import Generation, SamplingParams
 from verl_engine.contract.errors import ConfigError, StuckError
@@ -136,7 +136,7 @@ def run(
 ) -> ScoredGroup:
     sampling = SamplingParams(max_new_tokens, stop_token_ids=(7,))
     sampler = Sampler(workflow, make_scorer(len), sampling, 3, timeout_s=timeout_s, with_experts=with_experts)
-    return asyncio.run(sampler.group(Draw(5, encoded_prompts(1)[0]), [lane] * num_samples))
+    return asyncio.run(sampler.group(PromptInstance(5, encoded_prompts(1)[0]), [lane] * num_samples))
 
 
 @pytest.fixture(autouse=True)

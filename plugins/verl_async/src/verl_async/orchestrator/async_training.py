@@ -93,7 +93,7 @@ class AsyncTraining:
                 timeout_s += self.evaluation.timeout_s  # it takes room at the workers
             groups = await self.queue.take(count, timeout_s)
         self.budget.trained(count)
-        return sorted(groups, key=lambda group: group.draw.number)
+        return sorted(groups, key=lambda group: group.instance.number)
 
     async def _sync(self) -> None:
         if self.evaluation is not None:

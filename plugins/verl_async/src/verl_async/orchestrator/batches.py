@@ -176,7 +176,7 @@ def _advantage_column(sequence: Sequence, found: Tensor, place: str) -> npt.NDAr
 def _build_sequence(
     group: ScoredGroup, index: int, names: tuple[str, ...], old_log_probs: str, *, with_experts: bool
 ) -> Sequence:
-    prompt_ids, trajectory = group.draw.encoded.token_ids, group.trajectories[index]
+    prompt_ids, trajectory = group.instance.encoded.token_ids, group.trajectories[index]
     in_loss = np.array([*[False] * len(prompt_ids), *trajectory.in_loss])
 
     def column(values: float | list[float]) -> npt.NDArray[np.float32]:
@@ -194,7 +194,7 @@ def _build_sequence(
         if name.startswith(REWARD_METRIC):
             fields[name] = column(_reward_metric(group, index, name))
     if with_experts:
-        fields[ROUTED_EXPERTS] = experts_of_trajectory(len(prompt_ids), trajectory, group.draw.sample_id(index))
+        fields[ROUTED_EXPERTS] = experts_of_trajectory(len(prompt_ids), trajectory, group.instance.sample_id(index))
     return Sequence(np.array([*prompt_ids, *trajectory.token_ids], np.int64), in_loss, fields)
 
 
@@ -204,7 +204,7 @@ def _reward_metric(group: ScoredGroup, index: int, name: str) -> float:
     if key not in metrics:
         known = ", ".join(metrics) or "no other numbers"
         raise RewardError(
-            f"sample {group.draw.sample_id(index)}: the algorithm asks for {name}, but the reward returned no {key!r}; "
-            f"beside the score it returned {known}"
+            f"sample {group.instance.sample_id(index)}: the algorithm asks for {name}, but the reward returned no "
+            f"{key!r}; beside the score it returned {known}"
         )
     return metrics[key]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from verl_async.orchestrator.rollout_worker import RolloutWorker
     from verl_async.orchestrator.sample_queue import SampleQueue
     from verl_async.orchestrator.sampler import Sampler
-    from verl_async.orchestrator.samples import Draw
+    from verl_async.orchestrator.samples import PromptInstance
     from verl_async.orchestrator.staleness import StalenessBudget
 
 
@@ -98,6 +98,6 @@ class Dispatcher:
         worker.num_started -= 1
         self._room.set()
 
-    async def _roll_out(self, draw: Draw, lanes: Sequence[Lane]) -> None:
-        group = await self.sampler.group(draw, lanes)
+    async def _roll_out(self, instance: PromptInstance, lanes: Sequence[Lane]) -> None:
+        group = await self.sampler.group(instance, lanes)
         await self.queue.put(group, self.put_timeout_s)

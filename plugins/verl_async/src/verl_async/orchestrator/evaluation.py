@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from verl_async.orchestrator.lanes import SealedBatch, StreamLane
 from verl_async.orchestrator.pass_at_k import solved
-from verl_async.orchestrator.samples import Draw
+from verl_async.orchestrator.samples import PromptInstance
 from verl_async.orchestrator.timeline import Span
 from verl_async.orchestrator.waiting import task_group, together, within
 
@@ -159,7 +159,9 @@ class Evaluation:
 
     async def run(self) -> dict[str, float]:
         """Answer and score all prompts; returns `EvaluationSet.metrics` of all sets."""
-        asked = [(one, Draw(number, encoded)) for one in self.sets for number, encoded in enumerate(one.prompts)]
+        asked = [
+            (one, PromptInstance(number, encoded)) for one in self.sets for number, encoded in enumerate(one.prompts)
+        ]
         shares = [asked[place :: len(self.workers)] for place in range(len(self.workers))]
         answer = self._answer_sealed if self.rollout.deterministic else self._answer
         answered = await together(*map(answer, self.workers, shares))
@@ -174,16 +176,18 @@ class Evaluation:
         most = max(one.config.num_samples for one in self.sets)
         return max(most, self.rollout.max_batch_prompts * self.rollout.n)
 
-    async def _answer(self, worker: RolloutWorker, share: Sequence[tuple[EvaluationSet, Draw]]) -> list[ScoredGroup]:
+    async def _answer(
+        self, worker: RolloutWorker, share: Sequence[tuple[EvaluationSet, PromptInstance]]
+    ) -> list[ScoredGroup]:
         """Answer a share of the prompts, each as soon as there is room."""
         room, running = asyncio.Semaphore(self._room), []
         lane = StreamLane(worker, partial(self._has_generated, room))
         async with task_group() as tasks:
-            for one, draw in share:
+            for one, instance in share:
                 for _ in range(one.config.num_samples):
                     await room.acquire()
                 lanes = [lane] * one.config.num_samples
-                running.append(tasks.create_task(one.sampler.group(draw, lanes)))
+                running.append(tasks.create_task(one.sampler.group(instance, lanes)))
         return [task.result() for task in running]
 
     def _has_generated(self, room: asyncio.Semaphore) -> None:
@@ -193,7 +197,7 @@ class Evaluation:
             self._generated.set()
 
     async def _answer_sealed(
-        self, worker: RolloutWorker, share: Sequence[tuple[EvaluationSet, Draw]]
+        self, worker: RolloutWorker, share: Sequence[tuple[EvaluationSet, PromptInstance]]
     ) -> list[ScoredGroup]:
         """Answer a share of the prompts in batches that are the same at each run."""
         size = self._room // max(one.config.num_samples for one in self.sets)
@@ -201,8 +205,8 @@ class Evaluation:
         for start in range(0, len(share), size):
             batch = SealedBatch(worker)
             part = [
-                (one, draw, [batch.lane() for _ in range(one.config.num_samples)])
-                for one, draw in share[start : start + size]
+                (one, instance, [batch.lane() for _ in range(one.config.num_samples)])
+                for one, instance in share[start : start + size]
             ]
-            groups += await together(*(one.sampler.group(draw, lanes) for one, draw, lanes in part))
+            groups += await together(*(one.sampler.group(instance, lanes) for one, instance, lanes in part))
         return groups

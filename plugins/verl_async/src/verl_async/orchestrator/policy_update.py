@@ -50,7 +50,7 @@ class PolicyUpdate:
         """Train on the groups of one training step.
 
         Args:
-            groups: require_batches * mini_batch_size of them, sorted by draw.
+            groups: require_batches * mini_batch_size of them, sorted by prompt instance.
             since_sync: training steps made since the last weight sync.
         Returns:
             Metrics of the step, means over its optimizer steps; without those of the loss if every group was left out.

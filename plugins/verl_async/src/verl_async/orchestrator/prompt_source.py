@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from verl_async.data.order import Mix
-from verl_async.orchestrator.samples import Draw
+from verl_async.orchestrator.samples import PromptInstance
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class PromptSource:
-    """Gives each draw of the job its prompt, epoch after epoch."""
+    """Gives each prompt instance of the job its row, epoch after epoch."""
 
     prompts: Sequence[EncodedPrompt]
     seed: int
@@ -31,7 +31,7 @@ class PromptSource:
         """Start the first epoch."""
         self._order = (self.mix or Mix((len(self.prompts),))).order(self.shuffle, self.seed)
 
-    def draw(self, number: int) -> Draw:
-        """Make the next draw; `number` must be the number of draws made so far."""
-        assert number == self._order.position, "draws are made in order"
-        return Draw(number, self.prompts[next(self._order)])
+    def draw(self, number: int) -> PromptInstance:
+        """Make the next instance; `number` must be how many were made so far."""
+        assert number == self._order.position, "instances are made in order"
+        return PromptInstance(number, self.prompts[next(self._order)])

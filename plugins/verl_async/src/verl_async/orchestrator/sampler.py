@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from verl_async.data.reward_pool import Score
     from verl_async.orchestrator.lanes import Lane
-    from verl_async.orchestrator.samples import Draw, ScoredGroup
+    from verl_async.orchestrator.samples import PromptInstance, ScoredGroup
     from verl_async.orchestrator.scoring import Scorer
     from verl_async.orchestrator.workflow import Workflow
     from verl_async.rollout.interface import Generation, SamplingParams
@@ -45,36 +45,36 @@ class Sampler:
     with_experts: bool = False
     """Whether generations for training are to say through which experts their tokens went."""
 
-    async def group(self, draw: Draw, lanes: Sequence[Lane]) -> ScoredGroup:
+    async def group(self, instance: PromptInstance, lanes: Sequence[Lane]) -> ScoredGroup:
         """Return the group when its last trajectory is scored.
 
         Args:
-            draw: the prompt.
+            instance: the prompt.
             lanes: one for each sample; closed when it is generated.
         Raises:
             WorkflowError: the workflow raised, or returned no trajectories; names the sample.
             StuckError: it waited too long for something else than the model; names the sample.
             EngineError: a worker failed, or a sample could not be scored.
         """
-        samples = await together(*(self._sample(draw, place, lane) for place, lane in enumerate(lanes)))
+        samples = await together(*(self._sample(instance, place, lane) for place, lane in enumerate(lanes)))
         trajectories, scores = zip(*chain.from_iterable(samples), strict=True)
-        return finished_group(draw, trajectories, scores)
+        return finished_group(instance, trajectories, scores)
 
-    async def _sample(self, draw: Draw, place: int, lane: Lane) -> list[tuple[Trajectory, Score]]:
-        client = _Client(self, draw, place, lane)
+    async def _sample(self, instance: PromptInstance, place: int, lane: Lane) -> list[tuple[Trajectory, Score]]:
+        client = _Client(self, instance, place, lane)
         try:
-            trajectories = await self._run(draw, client)
+            trajectories = await self._run(instance, client)
         finally:
             lane.close()
         names = [client.sample_id + (f".{index}" if index else "") for index in range(len(trajectories))]
-        scores = await together(*(self.scorer.score(draw, *one) for one in zip(names, trajectories, strict=True)))
+        scores = await together(*(self.scorer.score(instance, *one) for one in zip(names, trajectories, strict=True)))
         return list(zip(trajectories, scores, strict=True))
 
-    async def _run(self, draw: Draw, client: _Client) -> list[Trajectory]:
-        where = f"rollout.workflow: sample {client.sample_id} (prompt {draw.encoded.prompt.row})"
+    async def _run(self, instance: PromptInstance, client: _Client) -> list[Trajectory]:
+        where = f"rollout.workflow: sample {client.sample_id} (prompt {instance.encoded.prompt.row})"
         try:
             async with client.limit:
-                found: object = await self.workflow.run(draw.encoded.prompt, draw.encoded.token_ids, client)
+                found: object = await self.workflow.run(instance.encoded.prompt, instance.encoded.token_ids, client)
         except EngineError:
             raise
         except Exception as error:
@@ -95,12 +95,12 @@ class Sampler:
 class _Client:
     """A `WorkflowClient`."""
 
-    def __init__(self, sampler: Sampler, draw: Draw, place: int, lane: Lane) -> None:
+    def __init__(self, sampler: Sampler, instance: PromptInstance, place: int, lane: Lane) -> None:
         # A worker must not take a conversation of an evaluation for one of training.
-        self.sample_id = "/".join(filter(None, (sampler.held_out, draw.sample_id(place))))
+        self.sample_id = "/".join(filter(None, (sampler.held_out, instance.sample_id(place))))
         self.sampling = sampler.sampling
         self._sampler = sampler
-        self._draw = draw
+        self._draw = instance
         self._place = place
         self._lane = lane
         self._num_calls = 0

@@ -26,11 +26,11 @@ class EncodedPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class PromptInstance:
     """One prompt drawn for one group of samples."""
 
     number: int
-    """Counts the draws of the whole job from 0: the same row drawn again has another number."""
+    """Counts from 0 over the whole job: the same row drawn again has another number."""
     encoded: EncodedPrompt
 
     def seed(self, job_seed: int, place: int, call: int = 0) -> int:
@@ -44,9 +44,9 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class ScoredGroup:
-    """All trajectories of one draw that could be scored."""
+    """All trajectories of one prompt instance that could be scored."""
 
-    draw: Draw
+    instance: PromptInstance
     trajectories: tuple[Trajectory, ...]
     rewards: tuple[float, ...]
     exact: tuple[bool, ...]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from verl_async.data.reward_pool import Score
-    from verl_async.orchestrator.samples import Draw
+    from verl_async.orchestrator.samples import PromptInstance
     from verl_async.orchestrator.timeline import Timeline
     from verl_async.orchestrator.workflow import Trajectory
 
@@ -58,11 +58,11 @@ class Scorer:
     _since_s: float = field(default=0.0, init=False)
     _num_errors: int = field(default=0, init=False)
 
-    async def score(self, draw: Draw, sample_id: str, trajectory: Trajectory) -> Score:
+    async def score(self, instance: PromptInstance, sample_id: str, trajectory: Trajectory) -> Score:
         """Score one trajectory, as soon as it is there.
 
         Args:
-            draw: the prompt.
+            instance: the prompt.
             sample_id: names the trajectory.
             trajectory: its text is scored whole, with what others wrote between the model's turns.
         Raises:
@@ -70,7 +70,7 @@ class Scorer:
         """
         text = decode_response(self.tokenizer, trajectory.token_ids)
         with self._noted():
-            score = await self.pool.score(Sample(draw.encoded.prompt, text, sample_id))
+            score = await self.pool.score(Sample(instance.encoded.prompt, text, sample_id))
         for error in score.errors:
             self._num_errors += 1
             cost = "the sample leaves its group" if score.reward is None else "this score counts as 0"
@@ -116,7 +116,7 @@ class Scorer:
             for name, value in chain(_metrics_of(group), more(group)):
                 values[name].append(value)
                 if len(self.data_sources) > 1:
-                    values[f"data_source/{group.draw.encoded.prompt.data_source}/{name}"].append(value)
+                    values[f"data_source/{group.instance.encoded.prompt.data_source}/{name}"].append(value)
         metrics = {name: _mean(numbers) for name, numbers in values.items()}
         if self._num_errors:
             metrics["scoring/errors"] = float(sum(group.num_errors for group in groups))
@@ -125,11 +125,13 @@ class Scorer:
         return metrics
 
 
-def finished_group(draw: Draw, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> ScoredGroup:
+def finished_group(
+    instance: PromptInstance, trajectories: Sequence[Trajectory], scores: Sequence[Score]
+) -> ScoredGroup:
     """Put a group together when its last sample is scored; samples without a reward leave it."""
     kept = [place for place, score in enumerate(scores) if score.reward is not None]
     return ScoredGroup(
-        draw=draw,
+        instance=instance,
         trajectories=tuple(trajectories[place] for place in kept),
         rewards=tuple(reward for score in scores if (reward := score.reward) is not None),
         exact=tuple(scores[place].is_exact for place in kept),

@@ -65,7 +65,7 @@ class StalenessBudget:
         Args:
             at_most: that many; by default all that may be started.
         Returns:
-            Numbers of the draws; empty once the job needs no more.
+            Numbers of prompt instances; empty once the job needs no more.
         """
         while not self.available and not self.exhausted:
             self._changed.clear()

@@ -33,5 +33,5 @@ def test_the_order_follows_from_the_seed() -> None:
 def test_a_draw_out_of_order_is_refused() -> None:
     source = PromptSource(encoded_prompts(3), seed=0, shuffle=False)
     source.draw(0)
-    with pytest.raises(AssertionError, match="draws are made in order"):
+    with pytest.raises(AssertionError, match="instances are made in order"):
         source.draw(2)

@@ -100,7 +100,7 @@ class _Client:
         self.sample_id = "/".join(filter(None, (sampler.held_out, instance.sample_id(place))))
         self.sampling = sampler.sampling
         self._sampler = sampler
-        self._draw = instance
+        self._instance = instance
         self._place = place
         self._lane = lane
         self._num_calls = 0
@@ -122,7 +122,7 @@ class _Client:
         stop_strings: tuple[str, ...] = (),
         goes_on: bool = False,
     ) -> Generation:
-        seed = self._draw.seed(self._sampler.seed, self._place, self._num_calls)
+        seed = self._instance.seed(self._sampler.seed, self._place, self._num_calls)
         self._num_calls += 1
         sampling = self.sampling  # one object for all requests travels once with them
         if max_new_tokens is not None or stop_strings:
